@@ -2,8 +2,8 @@
 
     python benchmarks/acceptance_predictions.py    # makes docs/predictions/smollm2.md
 
-Acceptances are those that ship with the package. Nothing is measured here: give `--cpu` the figures of an idle machine,
-such as magicdec/measure/ceilings.py finds.
+Acceptances are those that ship with the package. Nothing is measured here: give `--cpu` the figures
+of an idle machine, such as magicdec/measure/ceilings.py finds.
 """
 
 import argparse
@@ -25,7 +25,8 @@ from magicdec.planning.resolve import resolve
 from magicdec.planning.setup import setup_of
 
 TARGET = "smollm2-135m-q4"
-POLICIES = ("topk", "verify_guided", "quest", "snapkv", "pyramidkv", "streaming", "window")  # the best informed first
+# The best informed first.
+POLICIES = ("topk", "verify_guided", "quest", "snapkv", "pyramidkv", "streaming", "window")
 FOLDER = ROOT / "docs/predictions"
 GPUS = ("A100", "H100", "H200", "L40")
 BATCHES, CONTEXTS, GAMMAS = (1, 8, 32, 128, 256), (1024, 2048, 4096, 8000), range(1, 9)
@@ -55,12 +56,16 @@ def machines(cpu: tuple[float, float]) -> Iterator[tuple[str, Setup]]:
 
 def choices(points: list[Point]) -> list[Choice]:
     """Return the policies and budgets of these points."""
-    practical = {Choice(point.policy, point.budget) for point in points if point.policy in POLICIES[1:]}
+    practical = {
+        Choice(point.policy, point.budget) for point in points if point.policy in POLICIES[1:]
+    }
     return sorted(practical, key=lambda choice: (POLICIES.index(choice.policy), choice.budget))
 
 
 def predictions(setup: Setup, task: str) -> dict[tuple[int, int], dict[Choice, Prediction]]:
-    """Return what is predicted of each choice, by batch and context, from the acceptances on one text."""
+    """Return what is predicted of each choice, by batch and context, from the acceptances on one
+    text.
+    """
     points = [point for point in published() if (point.target, point.task) == (TARGET, task)]
     found: dict[tuple[int, int], dict[Choice, Prediction]] = {}
     for choice in choices(points):
@@ -68,7 +73,11 @@ def predictions(setup: Setup, task: str) -> dict[tuple[int, int], dict[Choice, P
         for batch, context in product(BATCHES, CONTEXTS):
             at = setup.at(cache=cache, batch=batch, context=context)
             prediction = predict(at, GAMMAS, curves=Curves(points, task), batches=CRITICAL)
-            if prediction.estimate is not None and prediction.estimate.is_measured and prediction.fits:
+            if (
+                prediction.estimate is not None
+                and prediction.estimate.is_measured
+                and prediction.fits
+            ):
                 found.setdefault((batch, context), {})[choice] = prediction
     return found
 
@@ -80,15 +89,28 @@ def write(cpu: tuple[float, float]) -> None:
         for way in WAYS:
             found = predictions(setup, way)
             for (batch, context), by_choice in found.items():
-                choice, prediction = max(by_choice.items(), key=lambda item: item[1].best.speedup or 0.0)
+                choice, prediction = max(
+                    by_choice.items(), key=lambda item: item[1].best.speedup or 0.0
+                )
                 row = {"device": device, "tokens": WAYS[way], "batch": batch, "context": context}
-                row |= {"speedup": prediction.best.speedup, **choice._asdict(), "gamma": prediction.best.gamma}
+                row |= {
+                    "speedup": prediction.best.speedup,
+                    **choice._asdict(),
+                    "gamma": prediction.best.gamma,
+                }
                 best_rows.append(row)
             at = found.get((BATCHES[2], 4096), {}) if way == next(iter(WAYS)) else {}
             for choice, prediction in at.items():
                 if choice.budget == BUDGET:
-                    row = {"device": device, "policy": choice.policy, "gamma": prediction.best.gamma}
-                    row |= {"speedup": prediction.best.speedup, "critical_context": prediction.critical_context}
+                    row = {
+                        "device": device,
+                        "policy": choice.policy,
+                        "gamma": prediction.best.gamma,
+                    }
+                    row |= {
+                        "speedup": prediction.best.speedup,
+                        "critical_context": prediction.critical_context,
+                    }
                     critical.append(row)
     write_csv(FOLDER / "smollm2.csv", best_rows)
     write_csv(FOLDER / "smollm2-critical.csv", critical)
@@ -97,8 +119,12 @@ def write(cpu: tuple[float, float]) -> None:
 
 def main() -> None:
     """Predict, and write the CSV files and the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cpu", type=float, nargs=2, default=CPU, metavar=("GB/S", "GFLOP/S"), help="of a CPU")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--cpu", type=float, nargs=2, default=CPU, metavar=("GB/S", "GFLOP/S"), help="of a CPU"
+    )
     write(parser.parse_args().cpu)
 
 

@@ -2,10 +2,11 @@
 
     python benchmarks/attention.py        # under a minute; cpp needs a C++ compiler
 
-8 rows, 4 query heads over 2 KV heads of 64, T query tokens over S cached ones. The fastest of many calls counts:
-other work on the machine only ever adds time. The limit is the larger of two times: reading K and V once, and the two
-matmuls (4 H T S D FLOPs a row at the rate of a large matmul in fp32). A backend's columns are its time over that of
-reading K and V once, and the share of the limit that it reaches.
+8 rows, 4 query heads over 2 KV heads of 64, T query tokens over S cached ones. The fastest of many
+calls counts: other work on the machine only ever adds time. The limit is the larger of two times:
+reading K and V once, and the two matmuls (4 H T S D FLOPs a row at the rate of a large matmul in
+fp32). A backend's columns are its time over that of reading K and V once, and the share of the
+limit that it reaches.
 """
 
 import argparse
@@ -30,7 +31,7 @@ CPU = torch.device("cpu")
 @torch.inference_mode()
 def main() -> None:
     """Print a table in Markdown."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192])
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--repeats", type=int, default=40)
@@ -46,7 +47,9 @@ def main() -> None:
             reading = fastest_s(kv.view(torch.float32).sum, CPU, args.repeats)
             limit = max(reading, 4 * q.numel() * length / rate)
             times = [attending(name, q, kv, args.repeats) for name in names]
-            cells = [cell for time in times for cell in (f"{time / reading:.2f}", f"{limit / time:.0%}")]
+            cells = [
+                cell for time in times for cell in (f"{time / reading:.2f}", f"{limit / time:.0%}")
+            ]
             lines.append([length, num_new, f"{1e3 * reading:.2f}", *cells])
             print(*lines[-1], file=sys.stderr, flush=True)
     columns = [column for name in names for column in (name, "of its limit")]

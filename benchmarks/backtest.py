@@ -1,9 +1,11 @@
-"""Compare the cost model with speedups that others have measured: docs/results/backtest.csv and refutation.csv, by row.
+"""Compare the cost model with speedups that others have measured: docs/results/backtest.csv and
+refutation.csv, by row.
 
     python benchmarks/backtest.py
 
-Machines are predicted by their names, as `scenario=predict hardware=NAME` does, and nothing is fitted to these rows.
-Writes the predictions and scores next to the rows, and renders their pages. No GPU is needed, and none is used.
+Machines are predicted by their names, as `scenario=predict hardware=NAME` does, and nothing is
+fitted to these rows. Writes the predictions and scores next to the rows, and renders their pages.
+No GPU is needed, and none is used.
 """
 
 import json
@@ -30,9 +32,23 @@ from magicdec.hugging_face import from_hugging_face
 ADDED = yaml.safe_load((ROOT / "benchmarks/backtest_models.yaml").read_text())
 VOCABULARY = {"eagle": 1.0, "fr-spec": 0.25}  # a head's share of the target's
 # Rows that share these differ in their batch alone.
-SERIES = ("publisher", "model", "hardware", "tensor_parallel", "draft", "draft_model", "task", "context", "gamma")
+SERIES = (
+    "publisher",
+    "model",
+    "hardware",
+    "tensor_parallel",
+    "draft",
+    "draft_model",
+    "task",
+    "context",
+    "gamma",
+)
 BATCHES = {"1": range(1, 2), "2 to 31": range(2, 32), "32 and more": range(32, 10**6)}
-CONTEXTS = {"to 2,000": range(2_001), "to 16,000": range(2_001, 16_001), "beyond 16,000": range(16_001, 10**9)}
+CONTEXTS = {
+    "to 2,000": range(2_001),
+    "to 16,000": range(2_001, 16_001),
+    "beyond 16,000": range(16_001, 10**9),
+}
 
 
 @cache
@@ -46,7 +62,9 @@ def model_named(name: str) -> ModelConfig:
 
 
 def machine(row: Row) -> Hardware:
-    """Return the row's machine: a device that the cost model knows, or one of backtest_models.yaml."""
+    """Return the row's machine: a device that the cost model knows, or one of
+    backtest_models.yaml.
+    """
     figures = dict(ADDED["machines"].get(row["hardware"], {}))
     return configured(figures.pop("like", row["hardware"]), row["tensor_parallel"], **figures)
 
@@ -69,7 +87,8 @@ def draft_of(row: Row, target: ModelConfig) -> DraftConfig:
 
 
 def predict(row: Row) -> Row:
-    """Return a row with its prediction, and with the acceptance length from which the measured speedup would follow.
+    """Return a row with its prediction, and with the acceptance length from which the measured
+    speedup would follow.
 
     A row that says why it is not predicted has neither.
     """
@@ -79,7 +98,9 @@ def predict(row: Row) -> Row:
     target = model_named(row["model"])
     context = row["context"] + row["generate"] // 2  # on average
     cache = POLICIES[row.get("cache") or "full"].facts(budget=row.get("budget") or context)
-    setup = Setup(target, machine(row), row["batch"], context, draft_of(row, target), cache, row["model"])
+    setup = Setup(
+        target, machine(row), row["batch"], context, draft_of(row, target), cache, row["model"]
+    )
     setup = replace(setup, stored_weight_bytes=float(row["weight_bytes"]))
     times, gamma = round_times(setup, row["gamma"]), row["gamma"]
     length = row["acceptance_length"]
@@ -95,13 +116,22 @@ def predict(row: Row) -> Row:
 
 
 def against(measured: float, predicted: float) -> Row:
-    """Return a prediction, its relative error, and whether it says correctly that speculation pays or does not."""
+    """Return a prediction, its relative error, and whether it says correctly that speculation pays
+    or does not.
+    """
     right = (predicted > 1) == (measured > 1)
-    return {"predicted": predicted, "error": predicted / measured - 1, "right": right, "carried": False}
+    return {
+        "predicted": predicted,
+        "error": predicted / measured - 1,
+        "right": right,
+        "carried": False,
+    }
 
 
 def carried(rows: list[Row]) -> list[Row]:
-    """Add predictions of larger batches from the acceptance that explains the smallest, where none is stated."""
+    """Add predictions of larger batches from the acceptance that explains the smallest, where none
+    is stated.
+    """
     for _, series in groups(rows, *SERIES):
         first = min(series, key=lambda row: row["batch"])
         for row in series:
@@ -117,7 +147,9 @@ def predictions(name: str) -> list[Row]:
 
 
 def scores(rows: list[Row]) -> list[Row]:
-    """Return the score of the predicted rows: of all, by batch, by context, by draft and by source."""
+    """Return the score of the predicted rows: of all, by batch, by context, by draft and by
+    source.
+    """
     strata: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         kinds = {
@@ -140,7 +172,9 @@ def band(value: int, bands: Mapping[str, range]) -> str:
 
 
 def score(rows: list[Row]) -> Row:
-    """Return how well rows are predicted, next to the best constant: always a gain, or always none."""
+    """Return how well rows are predicted, next to the best constant: always a gain, or always
+    none.
+    """
     gains = [row["right"] for row in rows if row["measured"] > 1]
     losses = [row["right"] for row in rows if row["measured"] <= 1]
     errors = [row["error"] for row in rows]
@@ -163,7 +197,9 @@ def main() -> None:
     write_csv(RESULTS / "backtest-predictions.csv", predictions("backtest"))
     refuting = predictions("refutation")
     write_csv(RESULTS / "refutation-predictions.csv", refuting)
-    write_csv(RESULTS / "refutation-scores.csv", scores([row for row in refuting if row.get("predicted")]))
+    write_csv(
+        RESULTS / "refutation-scores.csv", scores([row for row in refuting if row.get("predicted")])
+    )
     for page in ("backtest", "refutation"):
         write(page)
 

@@ -1,11 +1,13 @@
-"""Measure what one busy neighbour costs a run: on an idle machine, and next to a process that never rests.
+"""Measure what one busy neighbour costs a run: on an idle machine, and next to a process that never
+rests.
 
     python benchmarks/busy.py             # the quick experiment, side by side; exits with 1 above the limit
     python benchmarks/busy.py --pairs 5   # more runs of each, in turns; the fastest of each kind counts
     python benchmarks/busy.py --page      # ten default runs and three busy ones: docs/results/default-run.csv
 
-The neighbour has the lowest priority (nice 19) and one processor. A fair share costs at most twice the time.
-"""
+The neighbour has the lowest priority (nice 19) and one processor. A fair share costs at most twice
+the time.
+"""  # noqa: E501
 
 import argparse
 import json
@@ -45,9 +47,17 @@ def neighbour() -> Iterator[None]:
 
 
 def launch(*overrides: str) -> dict[str, Any]:
-    """Run launch.py in a process of its own. Return its figures, and `run_s`, the seconds that the command took."""
+    """Run launch.py in a process of its own. Return its figures, and `run_s`, the seconds that the
+    command took.
+    """
     with TemporaryDirectory() as store:
-        command = (sys.executable, "launch.py", *overrides, "wandb.mode=disabled", f"runs_dir={store}")
+        command = (
+            sys.executable,
+            "launch.py",
+            *overrides,
+            "wandb.mode=disabled",
+            f"runs_dir={store}",
+        )
         start = time.perf_counter()
         subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
         seconds = time.perf_counter() - start
@@ -68,9 +78,13 @@ def default_runs() -> None:
 
 def main() -> int:
     """Measure in turns, print the table, and compare with the limit."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--pairs", type=int, default=2, help="runs of each kind")
-    parser.add_argument("--page", action="store_true", help="measure the default run, and write its page")
+    parser.add_argument(
+        "--page", action="store_true", help="measure the default run, and write its page"
+    )
     arguments = parser.parse_args()
     if arguments.page:
         default_runs()
@@ -83,7 +97,9 @@ def main() -> int:
     fastest = [[min(run[name] for run in runs) for name in TIMES] for runs in (idle, busy)]
     ratios = [slow / fast for fast, slow in zip(*fastest, strict=True)]
     columns = zip(TIMES, *fastest, ratios, strict=True)
-    rows = [[name, f"{fast:.2f}", f"{slow:.2f}", f"{ratio:.1f}x"] for name, fast, slow, ratio in columns]
+    rows = [
+        [name, f"{fast:.2f}", f"{slow:.2f}", f"{ratio:.1f}x"] for name, fast, slow, ratio in columns
+    ]
     print(markdown_table(["", "idle, ms", "busy, ms", "costs"], rows))
     print(f"`python benchmarks/busy.py`, {setting()}")
     if max(ratios) > LIMIT:

@@ -9,7 +9,18 @@ import altair as alt
 from magicdec.tracking.report.picture import picture
 
 Row = dict[str, Any]
-COLOURS = ["#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#8b929e", "#7a5195", "#332288", "#999933"]
+COLOURS = [
+    "#0072b2",
+    "#e69f00",
+    "#009e73",
+    "#d55e00",
+    "#cc79a7",
+    "#56b4e9",
+    "#8b929e",
+    "#7a5195",
+    "#332288",
+    "#999933",
+]
 
 
 def draw_chart(
@@ -28,17 +39,21 @@ def draw_chart(
     diagonal: bool = False,
     own_scales: bool = False,
 ) -> None:
-    """Draw `y` by `x` with a colour per `series`, in a panel per value of `panels`, and save it as PNG.
+    """Draw `y` by `x` with a colour per `series`, in a panel per value of `panels`, and save it as
+    PNG.
 
-    A line whose `x` is 0 does not depend on it: it is dashed and crosses the panel. `level` draws a horizontal line.
-    `diagonal` draws the line on which `x` and `y` agree, and makes both axes logarithmic.
-    With `own_scales` each panel has its own scale of `y`.
+    A line whose `x` is 0 does not depend on it: it is dashed and crosses the panel. `level` draws a
+    horizontal line. `diagonal` draws the line on which `x` and `y` agree, and makes both axes
+    logarithmic. With `own_scales` each panel has its own scale of `y`.
     """
     keys = [key for key in (x, y, series, panels, error, *interval) if key]
     values = [{key: row[key] for key in keys} for row in rows if row[y] is not None]
     if error:
         interval = ("low", "high")
-        values = [row | {"low": row[y] - (row[error] or 0), "high": row[y] + (row[error] or 0)} for row in values]
+        values = [
+            row | {"low": row[y] - (row[error] or 0), "high": row[y] + (row[error] or 0)}
+            for row in values
+        ]
     size = {"width": 300 if panels else 460, "height": 220 if panels else 280}
     colour = alt.Color(f"{series}:N", title=series, sort=None, scale=alt.Scale(range=COLOURS))
     upward = _scale(diagonal, zero=kind == "bar", nice=not diagonal, padding=12 * diagonal)
@@ -46,7 +61,11 @@ def draw_chart(
     title = labels[0] or x
     across: Any = alt.X(f"{x}:N", title=title, sort=None, axis=alt.Axis(labelAngle=-20))
     if kind != "bar":
-        ticks = {"values": sorted({row[x] for row in values if row[x]})} if kind == "line" else {"tickCount": 4}
+        ticks = (
+            {"values": sorted({row[x] for row in values if row[x]})}
+            if kind == "line"
+            else {"tickCount": 4}
+        )
         scale = _scale(log or diagonal, nice=False, padding=12)
         across = alt.X(f"{x}:Q", title=title, scale=scale, axis=alt.Axis(**ticks))
     base = alt.Chart().encode(y=up, color=colour)
@@ -62,20 +81,34 @@ def draw_chart(
             placed.mark_point(filled=True, size=30, opacity=1).encode(x=across),
         ]
         bar = placed.mark_rule(strokeWidth=0.7)
-        parts += [bar.encode(x=across, y=f"{low}:Q", y2=f"{high}:Q") for low, high in (interval,) if low]
+        parts += [
+            bar.encode(x=across, y=f"{low}:Q", y2=f"{high}:Q") for low, high in (interval,) if low
+        ]
     if level is not None:
-        parts.append(alt.Chart().mark_rule(color="grey", strokeWidth=0.8).encode(y=alt.datum(level)))
+        parts.append(
+            alt.Chart().mark_rule(color="grey", strokeWidth=0.8).encode(y=alt.datum(level))
+        )
     if diagonal:
-        ends = [{x: end, y: end} for end in (min(row[y] for row in values), max(row[y] for row in values))]
+        ends = [
+            {x: end, y: end}
+            for end in (min(row[y] for row in values), max(row[y] for row in values))
+        ]
         line = alt.Chart(alt.Data(values=ends)).mark_line(color="grey", strokeWidth=0.8)
         parts.append(line.encode(x=f"{x}:Q", y=f"{y}:Q"))
     chart: Any = alt.layer(*parts, data=alt.Data(values=values)).properties(**size)
     if panels:
-        chart = chart.facet(facet=alt.Facet(f"{panels}:N", title=None, sort=None), columns=2 if kind == "line" else 3)
+        chart = chart.facet(
+            facet=alt.Facet(f"{panels}:N", title=None, sort=None),
+            columns=2 if kind == "line" else 3,
+        )
         chart = chart.resolve_scale(y="independent") if own_scales else chart
     file.write_bytes(picture(chart.to_dict(), "png", scale=1.2))
 
 
 def _scale(is_log: bool, zero: bool = False, **options: Any) -> alt.Scale:
     """Return the scale of an axis. A logarithmic one has no zero."""
-    return alt.Scale(type="log", **options) if is_log else alt.Scale(type="linear", zero=zero, **options)
+    return (
+        alt.Scale(type="log", **options)
+        if is_log
+        else alt.Scale(type="linear", zero=zero, **options)
+    )

@@ -1,12 +1,14 @@
-"""Calibrate the cost model for our engine on CPUs, and compare its predictions with what was measured.
+"""Calibrate the cost model for our engine on CPUs, and compare its predictions with what was
+measured.
 
     python benchmarks/costmodel_cpu.py            # ten minutes, on an otherwise idle machine; needs scipy
     python benchmarks/costmodel_cpu.py --quick    # a few small points, to try it out; writes nothing
 
-Writes magicdec/costmodel/calibrated/cpu.yaml and docs/results/costmodel-cpu.md. Measures the bundled models and, where
-MAGICDEC_SMOLLM2 names a folder made by tools/get_smollm2.py, SmolLM2-135M. Repeat the command to resume: points that
-this commit has measured are not measured again (--restart forgets them).
-"""
+Writes magicdec/costmodel/calibrated/cpu.yaml and docs/results/costmodel-cpu.md. Measures the
+bundled models and, where MAGICDEC_SMOLLM2 names a folder made by tools/get_smollm2.py,
+SmolLM2-135M. Repeat the command to resume: points that this commit has measured are not measured
+again (--restart forgets them).
+"""  # noqa: E501
 
 import argparse
 import os
@@ -44,9 +46,16 @@ FILE = hardware.CALIBRATED / "cpu.yaml"
 
 
 def measure(model: str, points: Sequence[tuple[int, int, int]]) -> list[dict[str, Any]]:
-    """Time a round's steps over caches of noise at each point (rows, context, gamma), and what the machine can do."""
+    """Time a round's steps over caches of noise at each point (rows, context, gamma), and what the
+    machine can do.
+    """
     rows, context, gamma = map(max, zip(*points, strict=True))
-    sizes = [f"batch.size={rows}", f"batch.context_len={context}", f"draft.gamma={gamma}", f"cache.budget={BUDGET}"]
+    sizes = [
+        f"batch.size={rows}",
+        f"batch.context_len={context}",
+        f"draft.gamma={gamma}",
+        f"cache.budget={BUDGET}",
+    ]
     plan = resolve(compose([*MODELS[model], "hardware=cpu", *sizes]))
     with progress() as bars:
         found = list(time_plan(plan, bars, points))
@@ -54,7 +63,9 @@ def measure(model: str, points: Sequence[tuple[int, int, int]]) -> list[dict[str
     return [point | rates for point in found]
 
 
-def fit(found: dict[str, list[dict[str, Any]]], models: Sequence[str], start: Hardware) -> Calibration:
+def fit(
+    found: dict[str, list[dict[str, Any]]], models: Sequence[str], start: Hardware
+) -> Calibration:
     """Fit the machine to the points of some models."""
     rows = [row_of(model, point, BUDGET) for model in models for point in found[model]]
     return calibrate(rows, architecture, {hardware.CPU: start}, ON_CPUS)
@@ -68,7 +79,9 @@ def errors(row: Row, machine: Hardware) -> list[float]:
     return [1e3 * ours / ms - 1 for ours, ms in zip(predicted, measured, strict=True) if ms]
 
 
-def write(found: dict[str, list[dict[str, Any]]], start: Hardware, calibration: Calibration) -> None:
+def write(
+    found: dict[str, list[dict[str, Any]]], start: Hardware, calibration: Calibration
+) -> None:
     """Write the CSV files and the page."""
     machine, summary, steps = calibration.machines[hardware.CPU], [], []
     for model, points in found.items():
@@ -82,20 +95,39 @@ def write(found: dict[str, list[dict[str, Any]]], start: Hardware, calibration: 
             line = {"model": model, "step": step, "median_error": medians[0], "worst_error": worst}
             summary.append(line | {"median_error_left_out": medians[1]})
             for point, error in zip(points, known, strict=True):
-                where = {"batch": point["batch_size"], "context": point["context_len"], "gamma": point["gamma"]}
-                line = {"model": model} | where | {"step": step, "ms": point[key], "error": error[which]}
+                where = {
+                    "batch": point["batch_size"],
+                    "context": point["context_len"],
+                    "gamma": point["gamma"],
+                }
+                line = (
+                    {"model": model}
+                    | where
+                    | {"step": step, "ms": point[key], "error": error[which]}
+                )
                 steps.append(line | {"measured_by": f"{setting()}, attention=cpp"})
     write_csv(RESULTS / "costmodel-cpu.csv", steps)
     write_csv(RESULTS / "costmodel-cpu-models.csv", summary)
-    rates = {"read bandwidth, GB/s": machine.device.bandwidth / 1e9, "matmul rate, GFLOP/s": machine.device.flops / 1e9}
-    numbers = rates | vars(machine.efficiency) | {"root mean square error of a time": calibration.residual}
-    write_csv(RESULTS / "costmodel-cpu-fit.csv", [{"number": k, "value": v} for k, v in numbers.items()])
+    rates = {
+        "read bandwidth, GB/s": machine.device.bandwidth / 1e9,
+        "matmul rate, GFLOP/s": machine.device.flops / 1e9,
+    }
+    numbers = (
+        rates
+        | vars(machine.efficiency)
+        | {"root mean square error of a time": calibration.residual}
+    )
+    write_csv(
+        RESULTS / "costmodel-cpu-fit.csv", [{"number": k, "value": v} for k, v in numbers.items()]
+    )
     render.write("costmodel-cpu")
 
 
 def main() -> None:
     """Measure what is missing, fit, and write the file and the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="a few small points; write nothing")
     parser.add_argument("--restart", action="store_true", help="forget what has been measured")
     arguments = parser.parse_args()
@@ -107,7 +139,10 @@ def main() -> None:
             print(f"measured {model}", flush=True)
             if not arguments.quick:
                 stored.save()
-    best = [max(point[key] for points in stored.values() for point in points) for key in ("bandwidth", "rate")]
+    best = [
+        max(point[key] for points in stored.values() for point in points)
+        for key in ("bandwidth", "rate")
+    ]
     start = configured(hardware.CPU, 1, best[0] / 1e9, best[1] / 1e12, stack=hardware.OWN_STACK)
     calibration = fit(stored, list(stored), start)
     print(calibration)

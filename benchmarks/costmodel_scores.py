@@ -1,4 +1,6 @@
-"""Score the cost model: its errors on measured rows, and on rows that a calibration has not seen."""
+"""Score the cost model: its errors on measured rows, and on rows that a calibration has not
+seen.
+"""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +26,8 @@ class Compared:
 
     row: Row
     times: RoundTimes
-    time_errors: Mapping[str, float]  # relative, of the times that the row gives: target, draft, verify
+    # Relative, of the times that the row gives: target, draft, verify.
+    time_errors: Mapping[str, float]
     predicted: float
     measured: float
 
@@ -47,14 +50,18 @@ def compare(row: Row, model: Model, machines: Mapping[str, Hardware] | None = No
     if measured is None and row.autoregressive_ms is not None and row.speculative_ms is not None:
         measured = row.autoregressive_ms / row.speculative_ms
     if row.omega is None or measured is None:
-        raise UserError(f"a row of {row.target} on {row.hardware} has no omega, or no speedup to compare with")
+        raise UserError(
+            f"a row of {row.target} on {row.hardware} has no omega, or no speedup to compare with"
+        )
     times = round_times(row.setup(model, machine), row.gamma)
     return Compared(row, times, errors_of(machine, row, model), times.speedup(row.omega), measured)
 
 
 @dataclass(frozen=True)
 class Score:
-    """Errors over rows, absolute and relative: of speedups, and of T_T in the median; nan where there is nothing."""
+    """Errors over rows, absolute and relative: of speedups, and of T_T in the median; nan where
+    there is nothing.
+    """
 
     rows: int
     median_error: float
@@ -88,10 +95,13 @@ def cross_validate(
     splits: Iterable[tuple[Sequence[Row], Sequence[Row]]] | None = None,
     folds: int = 5,
 ) -> list[Compared]:
-    """Predict every left-out row on machines that `fit` makes of the others; `splits` are pairs of rows to fit and to
-    predict.
+    """Predict every left-out row on machines that `fit` makes of the others; `splits` are pairs of
+    rows to fit and to predict.
     """
-    own = (([row for i, row in enumerate(rows) if i % folds != n], rows[n::folds]) for n in range(folds))
+    own = (
+        ([row for i, row in enumerate(rows) if i % folds != n], rows[n::folds])
+        for n in range(folds)
+    )
     found: list[Compared] = []
     for known, left_out in splits or own:
         machines = fit(known)

@@ -1,8 +1,9 @@
-"""The MagicDec paper's first version, its throughput against latency, and the share of KV, next to predictions.
+"""The MagicDec paper's first version, its throughput against latency, and the share of KV, next to
+predictions.
 
-benchmarks/costmodel.py writes these CSV files next to docs/results/costmodel.md, which has a section on each. Published
-values are those of magicdec/costmodel/published/, each with its source. Figures that exist only as pictures are named
-there, and nothing is read off them.
+benchmarks/costmodel.py writes these CSV files next to docs/results/costmodel.md, which has a
+section on each. Published values are those of magicdec/costmodel/published/, each with its source.
+Figures that exist only as pictures are named there, and nothing is read off them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -42,20 +43,37 @@ def best_gamma(row: Row) -> Prediction:
 
 
 def speedups() -> Iterator[Line]:
-    """Yield the first version's rows with the predictions for them: at the paper's gamma, and at the best."""
+    """Yield the first version's rows with the predictions for them: at the paper's gamma, and at
+    the best.
+    """
     for row in first_version():
         length, best = acceptance_length(row) or 0.0, best_gamma(row).best
         predicted = round_times(row.setup(architecture), row.gamma).speedup(length)
-        line = {"gamma": row.gamma, "published_speedup": row.speedup, "predicted_speedup": predicted}
-        line |= {"error": predicted / (row.speedup or 1.0) - 1, "best_gamma": best.gamma, "best_speedup": best.speedup}
+        line = {
+            "gamma": row.gamma,
+            "published_speedup": row.speedup,
+            "predicted_speedup": predicted,
+        }
+        line |= {
+            "error": predicted / (row.speedup or 1.0) - 1,
+            "best_gamma": best.gamma,
+            "best_speedup": best.speedup,
+        }
         yield _cell(row) | line | {"version": row.version, "source": row.source}
 
 
 def latencies() -> Iterator[Line]:
-    """Yield the points of the first version's Figure 1 with the predictions for them, at the gamma predicted best."""
+    """Yield the points of the first version's Figure 1 with the predictions for them, at the gamma
+    predicted best.
+    """
     for point in read_csv(FIGURE):
         keys = ("target", "draft", "policy", "hardware", "context_len", "batch_size")
-        row = Row(**{key: point[key] for key in keys}, gamma=0, task="pg19", kv_budget=FIRST_VERSION_BUDGET)
+        row = Row(
+            **{key: point[key] for key in keys},
+            gamma=0,
+            task="pg19",
+            kv_budget=FIRST_VERSION_BUDGET,
+        )
         best = best_gamma(row).best
         slow, fast = 1e3 * best.times.target.total, 1e3 * best.time_per_token_s
         batch, values = 1e3 * row.batch_size, {}
@@ -65,15 +83,30 @@ def latencies() -> Iterator[Line]:
         line = {"best_gamma": best.gamma, "error": (best.speedup or 0.0) / point["speedup"] - 1}
         line |= {f"published_{name}": point[name] for name in values}
         line |= {f"predicted_{name}": value for name, value in values.items()}
-        yield _cell(row) | line | {"version": f"{point['version']}, figure 1", "source": point["source"]}
+        yield (
+            _cell(row)
+            | line
+            | {"version": f"{point['version']}, figure 1", "source": point["source"]}
+        )
 
 
 def paper_rows(compared: Sequence[Compared]) -> Iterator[Line]:
     """Yield the rows of the ICLR version as those of the first."""
     for c in compared:
-        values = {"gamma": c.row.gamma, "published_speedup": c.measured, "predicted_speedup": c.predicted}
-        values |= {"error": c.error, "version": "ICLR", "table": c.row.table, "source": PAPER.format(c.row.table)}
-        values |= {f"{step}_error": c.time_errors.get(step) for step in ("target", "draft", "verify")}
+        values = {
+            "gamma": c.row.gamma,
+            "published_speedup": c.measured,
+            "predicted_speedup": c.predicted,
+        }
+        values |= {
+            "error": c.error,
+            "version": "ICLR",
+            "table": c.row.table,
+            "source": PAPER.format(c.row.table),
+        }
+        values |= {
+            f"{step}_error": c.time_errors.get(step) for step in ("target", "draft", "verify")
+        }
         yield _cell(c.row) | values
 
 
@@ -83,21 +116,29 @@ def _cell(row: Row) -> Line:
 
 
 def shares() -> Iterator[Line]:
-    """Yield the share of reading KV in a decode step: as predicted, and by the bytes and FLOPs of Table 1."""
+    """Yield the share of reading KV in a decode step: as predicted, and by the bytes and FLOPs of
+    Table 1.
+    """
     for target, (batches, contexts) in SHARES.items():
         for batch, context in product(batches, contexts):
             setup = Setup(architecture(target), hardware_named(MACHINE), batch, context)
             step = setup.target_time
             work = step.total - step.overhead - step.communication
-            line = {"target": target, "batch": batch, "context": context, "share": step.kv / step.total}
+            line = {
+                "target": target,
+                "batch": batch,
+                "context": context,
+                "share": step.kv / step.total,
+            }
             yield line | {"share_of_work": step.kv / work, "by_table_1": by_table_1(setup)}
 
 
 def by_table_1(setup: Setup) -> float:
-    """Return the share by Table 1 of the authors' post: a layer's bytes and FLOPs, on the datasheet's machine.
+    """Return the share by Table 1 of the authors' post: a layer's bytes and FLOPs, on the
+    datasheet's machine.
 
-    Its layer has an MLP of 4 d: parameters take max(2 P / bandwidth, 2 b P / FLOPs) with P = 10 d^2 + 2 d^2 / g, and
-    the KV cache max(4 b n d / g / bandwidth, 4 b n d / FLOPs).
+    Its layer has an MLP of 4 d: parameters take max(2 P / bandwidth, 2 b P / FLOPs) with P = 10 d^2
+    + 2 d^2 / g, and the KV cache max(4 b n d / g / bandwidth, 4 b n d / FLOPs).
     """
     device, batch, g = DEVICES["A100"], setup.batch, setup.target.group_size
     d = setup.target.hidden_size
@@ -108,9 +149,11 @@ def by_table_1(setup: Setup) -> float:
 
 
 def slopes(compared: Sequence[Compared]) -> list[Line]:
-    """Return the share of KV that the measured T_T of tables 3a and 3c imply: what grows with the context.
+    """Return the share of KV that the measured T_T of tables 3a and 3c imply: what grows with the
+    context.
 
-    T_T at one batch is a line over contexts; all but its intercept is taken as KV. The prediction is treated alike.
+    T_T at one batch is a line over contexts; all but its intercept is taken as KV. The prediction
+    is treated alike.
     """
     lines = []
     found = [_cell(c.row) | {"c": c} for c in compared if c.row.table in ("3a", "3c")]
@@ -123,9 +166,17 @@ def slopes(compared: Sequence[Compared]) -> list[Line]:
         last = int(contexts.argmax())
         ways = {"measured": np.array([c.row.autoregressive_ms for c in rows], dtype=float)}
         ways["predicted"] = np.array([1e3 * c.times.target.total for c in rows])
-        values = {way: float(np.polyfit(contexts, ms, 1)[0] * contexts[last] / ms[last]) for way, ms in ways.items()}
+        values = {
+            way: float(np.polyfit(contexts, ms, 1)[0] * contexts[last] / ms[last])
+            for way, ms in ways.items()
+        }
         kv = rows[last].times.target.kv / rows[last].times.target.total
-        line = {"target": name, "batch": batch, "contexts": len(rows), "context": int(contexts[last])}
+        line = {
+            "target": name,
+            "batch": batch,
+            "contexts": len(rows),
+            "context": int(contexts[last]),
+        }
         lines.append(line | values | {"predicted_kv": kv})
     return lines
 

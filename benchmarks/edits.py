@@ -1,9 +1,11 @@
-"""Write a workload of code edits: modules of Python's standard library, each with several names to replace.
+"""Write a workload of code edits: modules of Python's standard library, each with several names to
+replace.
 
     python benchmarks/edits.py edits.jsonl
     python launch.py -m +sweeps=suffix
 
-Output repeats the prompt, and the requests of a module resemble each other, as those of an agent do.
+Output repeats the prompt, and the requests of a module resemble each other, as those of an agent
+do.
 """
 
 import argparse
@@ -14,7 +16,16 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-MODULES = ("bisect", "colorsys", "copy", "fnmatch", "genericpath", "heapq", "linecache", "posixpath")
+MODULES = (
+    "bisect",
+    "colorsys",
+    "copy",
+    "fnmatch",
+    "genericpath",
+    "heapq",
+    "linecache",
+    "posixpath",
+)
 NUM_LINES = 60  # of a module, from its first function or class on
 EDITS = 4  # of a module
 
@@ -42,10 +53,14 @@ def names(code: str) -> list[str]:
 
 
 def excerpt(path: Path) -> str:
-    """Return whole statements of a module, from its first function or class on, about NUM_LINES of them."""
+    """Return whole statements of a module, from its first function or class on, about NUM_LINES of
+    them.
+    """
     source = path.read_text()
     body = ast.parse(source).body
-    first = next(i for i, node in enumerate(body) if isinstance(node, ast.FunctionDef | ast.ClassDef))
+    first = next(
+        i for i, node in enumerate(body) if isinstance(node, ast.FunctionDef | ast.ClassDef)
+    )
     start = end = body[first].lineno - 1
     for node in body[first:]:
         assert node.end_lineno is not None
@@ -66,7 +81,9 @@ def requests() -> Iterator[dict[str, str]]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("out", type=Path, help="the file to write")
     out = parser.parse_args().out
     out.write_text("".join(json.dumps(request) + "\n" for request in requests()))

@@ -1,4 +1,5 @@
-"""Half an hour on a GPU, in calls of ten minutes: does everything work, how fast is it, what was predicted wrongly?
+"""Half an hour on a GPU, in calls of ten minutes: does everything work, how fast is it, what was
+predicted wrongly?
 
     python benchmarks/gpu.py --tar gpu.tar         # all parts; repeat the command to resume
     python benchmarks/gpu.py --tar new.tar --resume gpu.tar  # to resume on another machine
@@ -8,14 +9,15 @@
     python benchmarks/gpu.py --page gpu.tar        # publish these points in docs/results; needs no GPU
     python benchmarks/gpu.py --rehearse            # tiny shapes on a CPU, to see that it works
 
-The parts are in the order of their worth: gpu_parts.py has them. Only prefill, serving, pair and peers prefill; the
-others fill the KV cache with noise.
+The parts are in the order of their worth: gpu_parts.py has them. Only prefill, serving, pair and
+peers prefill; the others fill the KV cache with noise.
 
-A process of its own measures. This one watches it: a point that crashes, hangs or loses the device is stored as failed,
-and a new process goes on behind it. Points and a plain page of them go to runs/gpu/<card>, or to --out. --page turns
-them into docs/results/gpu.md, its CSV files, and the card's calibration. A call starts no point after --seconds, and
-ends GRACE_S later: what is then under way is left to the next call.
-"""
+A process of its own measures. This one watches it: a point that crashes, hangs or loses the device
+is stored as failed, and a new process goes on behind it. Points and a plain page of them go to
+runs/gpu/<card>, or to --out. --page turns them into docs/results/gpu.md, its CSV files, and the
+card's calibration. A call starts no point after --seconds, and ends GRACE_S later: what is then
+under way is left to the next call.
+"""  # noqa: E501
 
 import argparse
 import json
@@ -54,13 +56,18 @@ def main() -> int:
     if options.page:
         return _publish(_opened(options.page))
     if not options.rehearse and not torch.cuda.is_available():
-        return _refuse("PyTorch sees no CUDA device here; magicdec doctor says why, --rehearse runs on the CPU")
-    folder = options.out or (Path(tempfile.mkdtemp(prefix="magicdec-gpu-")) if options.rehearse else _folder())
+        return _refuse(
+            "PyTorch sees no CUDA device here; magicdec doctor says why, --rehearse runs on the CPU"
+        )
+    folder = options.out or (
+        Path(tempfile.mkdtemp(prefix="magicdec-gpu-")) if options.rehearse else _folder()
+    )
     folder.mkdir(parents=True, exist_ok=True)
     store = Store(folder, commit(), options.tar)
     if options.worker:
         return measure(store, options)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what is under way is no failure
+    # As Ctrl-C: what is under way is no failure.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     if options.resume:
         store.resume(options.resume)
     if options.retry:
@@ -68,7 +75,14 @@ def main() -> int:
     until, flags = time.time() + options.seconds, ["--rehearse"] if options.rehearse else []
     given = {"cells": options.cells, "tar": options.tar, "magicdec": options.magicdec}
     flags += [f"--{name}={value}" for name, value in given.items() if value]
-    worker = [__file__, "--worker", f"--until={until}", f"--out={folder}", f"--parts={','.join(options.parts)}", *flags]
+    worker = [
+        __file__,
+        "--worker",
+        f"--until={until}",
+        f"--out={folder}",
+        f"--parts={','.join(options.parts)}",
+        *flags,
+    ]
     code = supervise(worker, store, until + GRACE_S)
     if code == OUT_OF_TIME:
         print("the time is over; repeat the command to resume")
@@ -76,26 +90,48 @@ def main() -> int:
     store.pack()
     print(f"to show this card in docs/results: python benchmarks/gpu.py --page {folder}")
     if code not in (DONE, OUT_OF_TIME):
-        return _refuse(f"the process that measures ended between two points, with {code}; its output says why")
+        return _refuse(
+            f"the process that measures ended between two points, with {code}; its output says why"
+        )
     return failed
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
-    parser.add_argument("--parts", default=",".join(PARTS), help="some of the parts, in their order")
-    parser.add_argument("--cells", type=int, metavar="N", help="only the first N cells of steps and rounds")
+    parser.add_argument(
+        "--parts", default=",".join(PARTS), help="some of the parts, in their order"
+    )
+    parser.add_argument(
+        "--cells", type=int, metavar="N", help="only the first N cells of steps and rounds"
+    )
     parser.add_argument("--seconds", type=float, default=540, help="start no point after this time")
     parser.add_argument("--plan", action="store_true", help="only show the parts and their minutes")
-    parser.add_argument("--tar", type=Path, metavar="FILE", help="write all points into one file, with each new one")
-    parser.add_argument("--resume", type=Path, metavar="FILE", help="begin with the points of such a file")
-    parser.add_argument("--magicdec", type=Path, metavar="CHECKOUT", help="of the MagicDec authors' software")
-    parser.add_argument("--retry", action="store_true", help="measure again what was skipped or has failed")
-    parser.add_argument("--page", type=Path, metavar="FOLDER", help="only publish these points, or those of a tar file")
+    parser.add_argument(
+        "--tar", type=Path, metavar="FILE", help="write all points into one file, with each new one"
+    )
+    parser.add_argument(
+        "--resume", type=Path, metavar="FILE", help="begin with the points of such a file"
+    )
+    parser.add_argument(
+        "--magicdec", type=Path, metavar="CHECKOUT", help="of the MagicDec authors' software"
+    )
+    parser.add_argument(
+        "--retry", action="store_true", help="measure again what was skipped or has failed"
+    )
+    parser.add_argument(
+        "--page",
+        type=Path,
+        metavar="FOLDER",
+        help="only publish these points, or those of a tar file",
+    )
     parser.add_argument("--rehearse", action="store_true", help="tiny shapes on the CPU")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="where points and the page go")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)  # the process that measures
+    # The process that measures.
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     return parser
 
@@ -105,16 +141,30 @@ def measure(store: Store, options: argparse.Namespace) -> int:
     sizes = REHEARSAL if options.rehearse else Sizes()
     bench = Bench(store, replace(sizes, cells=sizes.cells[: options.cells]), options.magicdec)
     name = torch.cuda.get_device_name() if bench.device.type == "cuda" else cpu_name()
-    facts = {"device": name, "torch": torch.__version__, "rehearsal": options.rehearse, "commit": store.commit}
+    facts = {
+        "device": name,
+        "torch": torch.__version__,
+        "rehearsal": options.rehearse,
+        "commit": store.commit,
+    }
     (store.folder / "machine.json").write_text(json.dumps(facts) + "\n")
-    points = (point for name, part in PARTS.items() if name in options.parts for point in part.points(bench))
+    points = (
+        point
+        for name, part in PARTS.items()
+        if name in options.parts
+        for point in part.points(bench)
+    )
     with torch.inference_mode():
         return work(points, store, options.until, bench.answers)
 
 
 def _folder() -> Path:
     """Return the folder of this card's points."""
-    return ROOT / "runs/gpu" / re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-")
+    return (
+        ROOT
+        / "runs/gpu"
+        / re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-")
+    )
 
 
 def _opened(path: Path) -> Store:
@@ -157,9 +207,17 @@ def _write(store: Store, path: Path) -> int:
 def page(points: Callable[[str], dict[str, Record]]) -> str:
     """Return the page as Markdown, with a section for each part, measured or not yet."""
     facts = points("machine")
-    lines = [f"# On {facts['device']}", "", f"`python benchmarks/gpu.py`, PyTorch {facts['torch']}.", ""]
+    lines = [
+        f"# On {facts['device']}",
+        "",
+        f"`python benchmarks/gpu.py`, PyTorch {facts['torch']}.",
+        "",
+    ]
     lines += ["A REHEARSAL: these figures mean nothing.", ""] if facts.get("rehearsal") else []
-    lines += ["`predicted_...` is the cost model's or, in the profile, that of docs/predictions/gpu.md.", ""]
+    lines += [
+        "`predicted_...` is the cost model's or, in the profile, that of docs/predictions/gpu.md.",
+        "",
+    ]
     for name, part in PARTS.items():
         known = points(name)
         lines += [f"## {part.title}", "", _table(known) if known else "Not yet measured.\n"]
@@ -167,8 +225,13 @@ def page(points: Callable[[str], dict[str, Record]]) -> str:
 
 
 def _table(points: dict[str, Record]) -> str:
-    names = dict.fromkeys(name for point in points.values() for name in point if name not in ("commit", "text"))
-    rows = [[key, *(point.get(column) for column in (*names, "commit"))] for key, point in points.items()]
+    names = dict.fromkeys(
+        name for point in points.values() for name in point if name not in ("commit", "text")
+    )
+    rows = [
+        [key, *(point.get(column) for column in (*names, "commit"))]
+        for key, point in points.items()
+    ]
     texts = [f"\n{point['text']}" for point in points.values() if "text" in point]
     return markdown_table(["", *names, "commit"], rows) + "".join(texts)
 

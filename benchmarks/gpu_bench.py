@@ -1,4 +1,6 @@
-"""The shared part of the points of benchmarks/gpu.py: the sizes of everything, and the large model."""
+"""The shared part of the points of benchmarks/gpu.py: the sizes of everything, and the large
+model.
+"""
 
 import gc
 from dataclasses import dataclass, replace
@@ -36,7 +38,13 @@ class Sizes:
     device: str = "cuda"
     dtype: str = "bfloat16"
     target: tuple[str, ...] = ("target=llama-3.1-8b",)
-    cells: tuple[tuple[int, int], ...] = ((24, 32768), (8, 100_000), (192, 4096), (96, 8192), (48, 16384))
+    cells: tuple[tuple[int, int], ...] = (
+        (24, 32768),
+        (8, 100_000),
+        (192, 4096),
+        (96, 8192),
+        (48, 16384),
+    )
     budgets: tuple[int, ...] = (512, 256, 2049)
     policy_rows: float = 0.6  # of the first cell: two policies keep more than the cache itself
     gammas: tuple[int, ...] = (4, 2, 3, 6)
@@ -51,7 +59,8 @@ class Sizes:
     pair_batches: tuple[int, ...] = (1, 8, 32, 64)  # as many as there is text for
     new_tokens: int = 96
     repeats: int = 10
-    # All that are marked gpu, and the few of them that come first. Other modules may need more than a GPU machine has.
+    # All that are marked gpu, and the few of them that come first. Other modules may need more than
+    # a GPU machine has.
     tests: tuple[tuple[str, str], ...] = (
         ("tests/engine/test_gpu.py", "streaming or quest"),
         ("tests/attention/test_triton.py", "bfloat or dtype1"),
@@ -89,7 +98,11 @@ REHEARSAL = Sizes(
 
 def cell_name(batch: int, context: int, budget: int | None = None, gamma: int | None = None) -> str:
     """Return the key of a cell, or its beginning."""
-    parts = [f"{batch} x {context}", *([f"budget {budget}"] if budget else []), *([f"gamma {gamma}"] if gamma else [])]
+    parts = [
+        f"{batch} x {context}",
+        *([f"budget {budget}"] if budget else []),
+        *([f"gamma {gamma}"] if gamma else []),
+    ]
     return ", ".join(parts)
 
 
@@ -126,11 +139,24 @@ class Bench:
     @property
     def settings(self) -> list[str]:
         """Return the overrides of all runs."""
-        sizes = [f"batch.generate_len={self.sizes.new_tokens}", f"scenario.profile_repeats={self.sizes.repeats}"]
-        return [f"hardware.device={self.sizes.device}", f"hardware.dtype={self.sizes.dtype}", *sizes]
+        sizes = [
+            f"batch.generate_len={self.sizes.new_tokens}",
+            f"scenario.profile_repeats={self.sizes.repeats}",
+        ]
+        return [
+            f"hardware.device={self.sizes.device}",
+            f"hardware.dtype={self.sizes.dtype}",
+            *sizes,
+        ]
 
     def large_settings(
-        self, batch: int, context: int, budget: int, gamma: int, policy: str = "streaming", *more: str
+        self,
+        batch: int,
+        context: int,
+        budget: int,
+        gamma: int,
+        policy: str = "streaming",
+        *more: str,
     ) -> list[str]:
         """Return the overrides of the large target with random weights, drafting for itself."""
         sizes = [f"batch.size={batch}", f"batch.context_len={context}", f"cache={policy}"]
@@ -142,7 +168,15 @@ class Bench:
         """Return a plan as `launch.py` would make it."""
         return resolve(compose([*self.settings, *overrides]))
 
-    def large(self, batch: int, context: int, budget: int, gamma: int, policy: str = "streaming", *more: str) -> Plan:
+    def large(
+        self,
+        batch: int,
+        context: int,
+        budget: int,
+        gamma: int,
+        policy: str = "streaming",
+        *more: str,
+    ) -> Plan:
         """Return a plan of the large target. `more` are overrides."""
         return self.plan(*self.large_settings(batch, context, budget, gamma, policy, *more))
 
@@ -157,18 +191,24 @@ class Bench:
 
     @property
     def policy_cell(self) -> tuple[int, int, int, int]:
-        """Return rows, context, budget and gamma of a cell that is compared over policies: some keep much more."""
+        """Return rows, context, budget and gamma of a cell that is compared over policies: some
+        keep much more.
+        """
         (rows, context), budget, gamma = self.cells[0], self.sizes.budgets[0], self.sizes.gammas[0]
         return max(1, int(self.sizes.policy_rows * rows)), context, budget, gamma
 
     @property
     def cells(self) -> list[tuple[int, int]]:
-        """Return rows and context of the cells: those that were fitted to this device, once that is done."""
+        """Return rows and context of the cells: those that were fitted to this device, once that is
+        done.
+        """
         stored = self.store.points("cells").get("rows", {}).get("cells", self.sizes.cells)
         return [(rows, context) for rows, context in stored]
 
     def fitted(self) -> list[tuple[int, int]]:
-        """Return the cells with no more rows than this device holds at the largest budget and gamma."""
+        """Return the cells with no more rows than this device holds at the largest budget and
+        gamma.
+        """
         available = memory.available_bytes(self.device) - memory.reserved_bytes(self.device)
         budget, gamma = max(self.sizes.budgets), max(self.sizes.gammas)
 
@@ -185,7 +225,9 @@ class Bench:
         """Return the engine of the large target, loaded once."""
         batch, context = self.cells[0]
         with progress() as bars:
-            return build.engine(self.large(batch, context, self.sizes.budgets[0], self.sizes.gammas[0]), bars)
+            return build.engine(
+                self.large(batch, context, self.sizes.budgets[0], self.sizes.gammas[0]), bars
+            )
 
     def open(
         self,
@@ -198,23 +240,31 @@ class Bench:
         policy: str = "streaming",
         more: tuple[str, ...] = (),
     ) -> Batch:
-        """Return a batch over caches of noise, with its rounds captured. Raise UserError if it does not fit."""
+        """Return a batch over caches of noise, with its rounds captured. Raise UserError if it does
+        not fit.
+        """
         plan = self.large(batch, context, budget, gamma, policy, *more)
         predicted = fits.estimate(plan, batch, context)
         needed = predicted.needed - predicted.weights
         engine = build.assembled(plan, lambda _: self.engine.target)
         available = memory.available_bytes(self.device)
         if needed > available:
-            raise UserError(f"needs {needed / GIB:.1f} GiB next to the weights, of {available / GIB:.1f}")
+            raise UserError(
+                f"needs {needed / GIB:.1f} GiB next to the weights, of {available / GIB:.1f}"
+            )
         draft = replace(engine.draft, synthetic_acceptance=alpha)
-        opened = replace(engine, draft=draft, sampling=sampling or engine.sampling).open([[0] * context] * batch)
+        opened = replace(engine, draft=draft, sampling=sampling or engine.sampling).open(
+            [[0] * context] * batch
+        )
         opened.simulate_prefill()
         warm_up(opened)
         return opened
 
     @cached_property
     def ceilings(self) -> tuple[float | None, float | None]:
-        """Return the GB/s and the TFLOP/s to predict with: None where the datasheet of the device is known."""
+        """Return the GB/s and the TFLOP/s to predict with: None where the datasheet of the device
+        is known.
+        """
         if self.device.type == "cuda":
             return None, None
         return read_bandwidth(self.device) / 1e9, matmul_rate(self.device, self.dtype) / 1e12
@@ -227,6 +277,12 @@ class Bench:
             return None
 
     def predicted(self, plan: Plan, gamma: int, alpha: float | None = None) -> Record:
-        """Return what the cost model predicts for a plan on this device, by the names of a run's metrics."""
+        """Return what the cost model predicts for a plan on this device, by the names of a run's
+        metrics.
+        """
         setup = self.setup(plan)
-        return predicted_metrics(setup, gamma, {} if alpha is None else {"alpha": alpha}) if setup else {}
+        return (
+            predicted_metrics(setup, gamma, {} if alpha is None else {"alpha": alpha})
+            if setup
+            else {}
+        )

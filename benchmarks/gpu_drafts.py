@@ -1,4 +1,6 @@
-"""The parts of benchmarks/gpu.py that compare drafts, kernels, and ways to compile them, at one cell."""
+"""The parts of benchmarks/gpu.py that compare drafts, kernels, and ways to compile them, at one
+cell.
+"""
 
 from collections.abc import Iterator
 from functools import partial
@@ -27,8 +29,8 @@ DRAFTS = {
     "quantized, 8 bits": ("quantized", "cache.bits=8"),
 }
 PROFILED = ("quest", "topk", "quantized", "verify_guided", "streaming, int4 weights")
-# Settings of PyTorch's Inductor. Trying configurations of what writes to the cache would copy a layer's whole cache, so
-# that only matmuls are tuned.
+# Settings of PyTorch's Inductor. Trying configurations of what writes to the cache would copy a
+# layer's whole cache, so that only matmuls are tuned.
 COMPILERS = {
     "plain": {},
     "programmatic dependent launches": {"triton.enable_pdl": True},
@@ -37,7 +39,9 @@ COMPILERS = {
 
 
 def profile(bench: Bench) -> Iterator[Point]:
-    """Profile a round of the predicted cell kernel by kernel, then of each policy that selects or reads codes."""
+    """Profile a round of the predicted cell kernel by kernel, then of each policy that selects or
+    reads codes.
+    """
     cell, by_kind = static_cell(bench)
     sizes = dict(zip(("batch", "context", "budget", "gamma"), cell, strict=True))
 
@@ -50,11 +54,17 @@ def profile(bench: Bench) -> Iterator[Point]:
 
     yield Point("profile", cell_name(*cell), predicted, LARGE_S)
     for name in PROFILED:
-        yield Point("profile", f"{name}, {cell_name(*bench.policy_cell)}", partial(measured, name, *DRAFTS[name]))
+        yield Point(
+            "profile",
+            f"{name}, {cell_name(*bench.policy_cell)}",
+            partial(measured, name, *DRAFTS[name]),
+        )
 
 
 def policies(bench: Bench) -> Iterator[Point]:
-    """Time the rounds of every policy at the same budget, and of quantized drafts, next to their prediction."""
+    """Time the rounds of every policy at the same budget, and of quantized drafts, next to their
+    prediction.
+    """
     batch, context, budget, gamma = cell = bench.policy_cell
 
     def measured(name: str, policy: str, *more: str) -> Record:
@@ -63,8 +73,16 @@ def policies(bench: Bench) -> Iterator[Point]:
         opened.close()
         predicted = bench.predicted(bench.large(*cell, policy, *more), gamma)
         names = [name for name in ("draft_ms", "verify_ms", "round_ms") if predicted]
-        sizes = {"policy": name, "batch": batch, "context": context, "budget": budget, "gamma": gamma}
-        return sizes | times | {f"predicted_{name}": predicted[f"predicted/{name}"] for name in names}
+        sizes = {
+            "policy": name,
+            "batch": batch,
+            "context": context,
+            "budget": budget,
+            "gamma": gamma,
+        }
+        return (
+            sizes | times | {f"predicted_{name}": predicted[f"predicted/{name}"] for name in names}
+        )
 
     others = sorted(set(POLICIES) - set(DRAFTS), key="h2o".__eq__)  # it selects for seconds
     for name, settings in (DRAFTS | {policy: (policy,) for policy in others}).items():
@@ -82,16 +100,27 @@ def variants(bench: Bench) -> Iterator[Point]:
             times = profile_round(opened, bench.sizes.repeats)
         opened.close()
         torch._dynamo.reset()
-        return {"compiled": name} | dict(zip(("batch", "context", "budget", "gamma"), cell, strict=True)) | times
+        return (
+            {"compiled": name}
+            | dict(zip(("batch", "context", "budget", "gamma"), cell, strict=True))
+            | times
+        )
 
     for name, settings in COMPILERS.items():
-        yield Point("variants", f"{name}, {cell_name(*cell)}", partial(measured, name, settings), LARGE_S)
+        yield Point(
+            "variants", f"{name}, {cell_name(*cell)}", partial(measured, name, settings), LARGE_S
+        )
 
 
 def authors(bench: Bench) -> Iterator[Point]:
     """Time the steps of the MagicDec authors' own software, where there is a checkout of it."""
     batch, context, budget, gamma = bench.policy_cell
-    sizes = [f"--batch={batch}", f"--context={context}", f"--budget={budget}", f"--repeats={bench.sizes.repeats}"]
+    sizes = [
+        f"--batch={batch}",
+        f"--context={context}",
+        f"--budget={budget}",
+        f"--repeats={bench.sizes.repeats}",
+    ]
     for tokens in (0, gamma) if bench.checkout else ():
         command = ["benchmarks/gpu_authors.py", str(bench.checkout), *sizes, f"--gamma={tokens}"]
         key = f"{cell_name(batch, context, budget)}, {tokens + 1} tokens verified"
@@ -108,7 +137,9 @@ def layer(bench: Bench, rows: int) -> Layer:
 def checks(bench: Bench) -> Iterator[Point]:
     """Compare each kernel with its reference."""
     for name in gpu_kernels.KERNELS:
-        yield Point("checks", name, lambda name=name: gpu_kernels.checked(name, layer(bench, CHECKED_ROWS)))
+        yield Point(
+            "checks", name, lambda name=name: gpu_kernels.checked(name, layer(bench, CHECKED_ROWS))
+        )
 
 
 def kernels(bench: Bench) -> Iterator[Point]:
@@ -117,7 +148,9 @@ def kernels(bench: Bench) -> Iterator[Point]:
     def measured(name: str) -> Record:
         copied = bench.store.points("ceilings").get("ceilings", {}).get("copy_gbs")
         sizes = layer(bench, bench.policy_cell[0])
-        return {"kernel": name} | gpu_kernels.timed(name, sizes, bench.sizes.repeats, copied and 1e9 * copied)
+        return {"kernel": name} | gpu_kernels.timed(
+            name, sizes, bench.sizes.repeats, copied and 1e9 * copied
+        )
 
     for name in gpu_kernels.KERNELS:
         yield Point("kernels", name, partial(measured, name))

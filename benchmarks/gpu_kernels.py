@@ -1,13 +1,15 @@
-"""Each kernel for GPUs at one layer's sizes: is it right, and how fast is it next to what else does the same?
+"""Each kernel for GPUs at one layer's sizes: is it right, and how fast is it next to what else does
+the same?
 
     python benchmarks/gpu_kernels.py --check         # every version against the reference, in fp32
     python benchmarks/gpu_kernels.py --time          # every version and its rivals, next to copying as many bytes
     python benchmarks/gpu_kernels.py --time codes    # the kernels whose name contains this
 
-A kernel is a function that returns its `Case`, and an entry of KERNELS. To compare an old version with a new one, give
-both in `ours`. Without a GPU, `TRITON_INTERPRET=1` and `--rehearse` check tiny sizes in Triton's interpreter. The parts
-checks and kernels of benchmarks/gpu.py store the same points.
-"""
+A kernel is a function that returns its `Case`, and an entry of KERNELS. To compare an old version
+with a new one, give both in `ours`. Without a GPU, `TRITON_INTERPRET=1` and `--rehearse` check tiny
+sizes in Triton's interpreter. The parts checks and kernels of benchmarks/gpu.py store the same
+points.
+"""  # noqa: E501
 
 import argparse
 import os
@@ -44,7 +46,8 @@ WARMUP = 2
 GAMMA = 4
 # Of the largest number. In bf16: the rounding of outputs and of attention weights.
 ALLOWED = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
-# Of the slots selected by the reference. In bf16, slots with about the least score that is selected may change places.
+# Of the slots selected by the reference. In bf16, slots with about the least score that is selected
+# may change places.
 MISSED = {torch.float32: 0.0, torch.bfloat16: 0.05}
 Call = Callable[[], object]
 
@@ -58,7 +61,9 @@ class Layer:
     rows: int = 24
     context: int = 32768
     budget: int = 512
-    model: ModelConfig = field(default_factory=lambda: replace(architecture("llama-3.1-8b"), num_layers=1))
+    model: ModelConfig = field(
+        default_factory=lambda: replace(architecture("llama-3.1-8b"), num_layers=1)
+    )
     sampling: Sampling = SAMPLED
 
     def queries(self, tokens: int) -> Tensor:
@@ -78,7 +83,12 @@ class Layer:
 
     def plan(self, attention: Attention, target: KVCache, tokens: int) -> object:
         """Return a backend's plan of a pass of `tokens` tokens, the last ones in the cache."""
-        shape = Shape(tokens, target.k_LBKSD.shape[3], self.model.num_heads // self.model.num_kv_heads, self.dtype)
+        shape = Shape(
+            tokens,
+            target.k_LBKSD.shape[3],
+            self.model.num_heads // self.model.num_kv_heads,
+            self.dtype,
+        )
         return attention.plan(target.seqlens_B, shape, None)
 
     def target(self) -> KVCache:
@@ -88,7 +98,9 @@ class Layer:
         generator = torch.Generator(self.device).manual_seed(1)
         for entries in (cache.k_LBKSD, cache.v_LBKSD):
             entries.normal_(generator=generator)
-        cache.rollback(torch.full((self.rows,), self.context, dtype=torch.int32, device=self.device))
+        cache.rollback(
+            torch.full((self.rows,), self.context, dtype=torch.int32, device=self.device)
+        )
         return cache
 
     def draft(self, config: CacheConfig, target: KVCache) -> DraftCache:
@@ -107,7 +119,8 @@ class Case:
     ours: dict[str, Call]  # by version; the first is what runs use
     reference: Callable[[], Tensor]
     num_bytes: float  # that must be moved
-    rivals: dict[str, Callable[[], Call]] = field(default_factory=dict)  # each is made when it is timed
+    # Each is made when it is timed.
+    rivals: dict[str, Callable[[], Call]] = field(default_factory=dict)
     selects: bool = False  # slots, in any order; otherwise numbers
     called: tuple[str, ...] = ()  # rivals that no graph can capture
 
@@ -141,7 +154,12 @@ def scores(layer: Layer, tokens: int) -> Case:
         plan = replace(layer, dtype=torch.float32).plan(exact, target, tokens)
         return exact.attend_scored(q.float(), *(x.float() for x in entries), plan)[1]
 
-    return Case({"triton": lambda: triton.attend_scored(q, *entries, plan)[1]}, reference, layer.kv_bytes, plain)
+    return Case(
+        {"triton": lambda: triton.attend_scored(q, *entries, plan)[1]},
+        reference,
+        layer.kv_bytes,
+        plain,
+    )
 
 
 def codes(layer: Layer, bits: int) -> Case:
@@ -161,14 +179,18 @@ def codes(layer: Layer, bits: int) -> Case:
 
 
 def selection(layer: Layer, policy: str) -> Case:
-    """One selection of slots by a dynamic policy; its rival is torch.topk over a score of each slot, alone."""
+    """One selection of slots by a dynamic policy; its rival is torch.topk over a score of each
+    slot, alone.
+    """
     triton, target, q = BACKENDS["triton"].work(), layer.target(), layer.queries(1)
     cache = layer.draft(POLICIES[policy].facts(budget=layer.budget), target)
     (plan,), exact = cache.plan(triton, 1, layer.dtype), SdpaAttention()
 
     def reference() -> Tensor:
         single = replace(layer, dtype=torch.float32)
-        wide = KVCache(layer.model, layer.rows, target.k_LBKSD.shape[3], torch.float32, layer.device)
+        wide = KVCache(
+            layer.model, layer.rows, target.k_LBKSD.shape[3], torch.float32, layer.device
+        )
         for ours, theirs in ((wide.k_LBKSD, target.k_LBKSD), (wide.v_LBKSD, target.v_LBKSD)):
             ours.copy_(theirs)
         wide.rollback(target.seqlens_B)
@@ -176,24 +198,39 @@ def selection(layer: Layer, policy: str) -> Case:
         (its_plan,) = twin.plan(exact, 1, torch.float32)
         return twin.select(0, q.float(), exact, its_plan)
 
-    moved = cache.settings.selection_bytes(cache.spec, layer.model, layer.dtype.itemsize) * layer.rows
+    moved = (
+        cache.settings.selection_bytes(cache.spec, layer.model, layer.dtype.itemsize) * layer.rows
+    )
     random = torch.rand(layer.rows, layer.model.num_kv_heads, layer.context, device=layer.device)
     rival = {"torch.topk": lambda: lambda: random.topk(layer.budget, sorted=False)}
-    return Case({"operators": lambda: cache.select(0, q, triton, plan)}, reference, moved, rival, selects=True)
+    return Case(
+        {"operators": lambda: cache.select(0, q, triton, plan)},
+        reference,
+        moved,
+        rival,
+        selects=True,
+    )
 
 
 def matmul(layer: Layer, bits: int) -> Case:
     """The largest matrix of a layer in few bits, with a token of each row."""
     inputs, outputs = layer.model.hidden_size, 2 * layer.model.intermediate_size
-    linear = nn.Linear(inputs, outputs, bias=False, dtype=layer.dtype, device=layer.device).requires_grad_(False)
+    linear = nn.Linear(
+        inputs, outputs, bias=False, dtype=layer.dtype, device=layer.device
+    ).requires_grad_(False)
     linear.weight.copy_(layer.random(outputs, inputs))
     x, exact = layer.random(layer.rows, inputs), linear.weight.clone()
     ours = quantize.coded(linear, f"int{bits}")
     rivals: dict[str, Callable[[], Call]] = {"bf16": lambda: lambda: F.linear(x, exact)}
     if bits == 4 and layer.device.type == "cuda":
-        rivals |= {"_weight_int4pack_mm": partial(_tinygemm, x, outputs), "torchao": partial(_torchao, x, exact)}
+        rivals |= {
+            "_weight_int4pack_mm": partial(_tinygemm, x, outputs),
+            "torchao": partial(_torchao, x, exact),
+        }
     moved = outputs * inputs * (bits / 8 + layer.dtype.itemsize / quantize.GROUP_SIZE)
-    return Case({"triton": lambda: ours(x)}, lambda: F.linear(x.float(), ours.weight.float()), moved, rivals)
+    return Case(
+        {"triton": lambda: ours(x)}, lambda: F.linear(x.float(), ours.weight.float()), moved, rivals
+    )
 
 
 def _tinygemm(x: Tensor, outputs: int) -> Call:
@@ -210,14 +247,20 @@ def _torchao(x: Tensor, weight: Tensor) -> Call:
     quantize.quiet_torchao()
     from torchao.quantization import Int4WeightOnlyConfig, quantize_
 
-    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype, device=weight.device)
+    layer = nn.Linear(
+        weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype, device=weight.device
+    )
     layer.requires_grad_(False).weight.copy_(weight)
-    quantize_(layer, Int4WeightOnlyConfig(quantize.GROUP_SIZE, int4_packing_format="tile_packed_to_4d"))
+    quantize_(
+        layer, Int4WeightOnlyConfig(quantize.GROUP_SIZE, int4_packing_format="tile_packed_to_4d")
+    )
     return lambda: layer(x)
 
 
 def truncation(layer: Layer, tokens: int) -> Case:
-    """The distribution that sampling draws from; its rivals are one torch.topk, and FlashInfer's two kernels."""
+    """The distribution that sampling draws from; its rivals are one torch.topk, and FlashInfer's
+    two kernels.
+    """
     logits, chosen = 4 * layer.random(layer.rows, tokens, layer.model.vocab_size), layer.sampling
 
     def flashinfer() -> Call:
@@ -225,13 +268,19 @@ def truncation(layer: Layer, tokens: int) -> Case:
 
         def call() -> Tensor:
             p = (logits.flatten(0, 1).float() / chosen.temperature).softmax(-1)
-            return sampling.top_p_renorm_probs(sampling.top_k_renorm_probs(p, chosen.top_k), chosen.top_p)
+            return sampling.top_p_renorm_probs(
+                sampling.top_k_renorm_probs(p, chosen.top_k), chosen.top_p
+            )
 
         return call
 
     rivals = {"torch.topk": lambda: lambda: logits.topk(chosen.top_k), "flashinfer": flashinfer}
     moved = logits.numel() * (2 * layer.dtype.itemsize + torch.float32.itemsize)
-    ours = {"triton": lambda: _kernels().truncated(logits, chosen.temperature, chosen.top_k, chosen.top_p)}
+    ours = {
+        "triton": (
+            lambda: _kernels().truncated(logits, chosen.temperature, chosen.top_k, chosen.top_p)
+        )
+    }
     return Case(ours, lambda: probabilities(logits.cpu(), chosen).to(layer.device), moved, rivals)
 
 
@@ -258,8 +307,12 @@ KERNELS: dict[str, Callable[[Layer], Case]] = {
 def _exact(q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, seqlens_B: Tensor) -> Tensor:
     """Return attention in fp32 by PyTorch."""
     backend = SdpaAttention()
-    shape = Shape(q_BTHD.shape[1], k_BKSD.shape[2], q_BTHD.shape[2] // k_BKSD.shape[1], torch.float32)
-    return backend.attend(q_BTHD.float(), k_BKSD.float(), v_BKSD.float(), backend.plan(seqlens_B, shape, None))
+    shape = Shape(
+        q_BTHD.shape[1], k_BKSD.shape[2], q_BTHD.shape[2] // k_BKSD.shape[1], torch.float32
+    )
+    return backend.attend(
+        q_BTHD.float(), k_BKSD.float(), v_BKSD.float(), backend.plan(seqlens_B, shape, None)
+    )
 
 
 def checked(name: str, layer: Layer) -> Record:
@@ -268,7 +321,11 @@ def checked(name: str, layer: Layer) -> Record:
     right, allowed = case.reference(), (MISSED if case.selects else ALLOWED)[layer.dtype]
     distance = missed if case.selects else largest_error
     errors = {version: distance(call(), right) for version, call in case.ours.items()}
-    wrong = [f"{version} is off by {error:.2g}" for version, error in errors.items() if not error <= allowed]
+    wrong = [
+        f"{version} is off by {error:.2g}"
+        for version, error in errors.items()
+        if not error <= allowed
+    ]
     return {"failed": "; ".join(wrong)} if wrong else errors | {"allowed": allowed}
 
 
@@ -280,7 +337,9 @@ def largest_error(found: Tensor, right: Tensor) -> float:
 
 
 def missed(found: Tensor, right: Tensor) -> float:
-    """Return the share of the right slots that are not in `found`. All are distinct, and negative ones are none."""
+    """Return the share of the right slots that are not in `found`. All are distinct, and negative
+    ones are none.
+    """
     size = int(max(found.max(), right.max())) + 2
 
     def marked(slots: Tensor) -> Tensor:
@@ -292,9 +351,14 @@ def missed(found: Tensor, right: Tensor) -> float:
 
 
 def timed(name: str, layer: Layer, repeats: int, copy_bandwidth: float | None = None) -> Record:
-    """Return the microseconds of each version and rival, and the first version's speed as a share of a copy's."""
+    """Return the microseconds of each version and rival, and the first version's speed as a share
+    of a copy's.
+    """
     case = KERNELS[name](layer)
-    found: Record = {f"{version}_us": 1e6 * seconds(call, layer.device, repeats) for version, call in case.ours.items()}
+    found: Record = {
+        f"{version}_us": 1e6 * seconds(call, layer.device, repeats)
+        for version, call in case.ours.items()
+    }
     first = next(iter(found.values()))
     for rival, make in case.rivals.items():
         captured = rival not in case.called
@@ -305,7 +369,9 @@ def timed(name: str, layer: Layer, repeats: int, copy_bandwidth: float | None = 
 
 
 def seconds(call: Call, device: torch.device, repeats: int, captured: bool = True) -> float:
-    """Return the median seconds of a call whose inputs are not in the L2 cache: on a GPU, of a replayed graph."""
+    """Return the median seconds of a call whose inputs are not in the L2 cache: on a GPU, of a
+    replayed graph.
+    """
     on_gpu = device.type == "cuda"
     step = Step(call, Captures(device) if on_gpu and captured else None)
     flushed = torch.empty(FLUSHED if on_gpu else 0, dtype=torch.uint8, device=device)
@@ -324,17 +390,27 @@ def tiny() -> Layer:
     """Return sizes for Triton's interpreter. Raise UserError without it."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         raise UserError("needs a GPU, or Triton's interpreter: set TRITON_INTERPRET=1")
-    sizes = {"hidden_size": 64, "intermediate_size": 48, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 48,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 64,
+    }
     model = replace(architecture("llama-3.1-8b"), num_layers=1, vocab_size=300, **sizes)
     return Layer(torch.device("cpu"), torch.float32, 2, 160, 48, model)
 
 
 def main() -> int:
     """Run the command line. Return 1 if a kernel is wrong."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("name", nargs="?", default="", help="a part of the names of kernels")
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--check", action="store_true", help="compare with the references, at two rows")
+    what.add_argument(
+        "--check", action="store_true", help="compare with the references, at two rows"
+    )
     what.add_argument("--time", action="store_true", help="time every version and its rivals")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--rehearse", action="store_true", help="tiny sizes, on the CPU")
@@ -342,13 +418,20 @@ def main() -> int:
     layer = tiny() if options.rehearse else Layer(torch.device("cuda"))
     if options.check and not options.rehearse:
         layer = replace(layer, rows=2)
-    work = partial(checked, layer=layer) if options.check else partial(timed, layer=layer, repeats=options.repeats)
+    work = (
+        partial(checked, layer=layer)
+        if options.check
+        else partial(timed, layer=layer, repeats=options.repeats)
+    )
     failed = False
     for name in (name for name in KERNELS if options.name in name):
         with torch.inference_mode():
             found = outcome(partial(work, name))
         failed |= "failed" in found
-        shown = (f"{key} {value:.3g}" if isinstance(value, float) else f"{key} {value}" for key, value in found.items())
+        shown = (
+            f"{key} {value:.3g}" if isinstance(value, float) else f"{key} {value}"
+            for key, value in found.items()
+        )
         print(f"{name}: {', '.join(shown)}", flush=True)
     return int(failed)
 

@@ -28,7 +28,8 @@ from magicdec.units import GIB
 from magicdec.verification.sampling import probabilities
 
 MODELS = ("llama-3.1-8b", "llama-2-7b-32k")  # with 8 and with 32 KV heads
-EXPECTED = ((0.80, 512), (0.89, 2049))  # alpha, budget: what the MagicDec paper reports for StreamingLLM and SnapKV
+# Alpha, budget: what the MagicDec paper reports for StreamingLLM and SnapKV.
+EXPECTED = ((0.80, 512), (0.89, 2049))
 COPIED = "at the copy bandwidth, as a part of the time"
 PEERS = ("vllm", "sglang", "flash_attn", "flash_attn_interface", "flashinfer")
 
@@ -47,7 +48,9 @@ def ceilings(bench: Bench) -> Iterator[Point]:
 
 
 def of_copy(bench: Bench, num_bytes: float, seconds: float) -> float | None:
-    """Return the time to move so many bytes at the measured copy bandwidth, as a share of `seconds`."""
+    """Return the time to move so many bytes at the measured copy bandwidth, as a share of
+    `seconds`.
+    """
     copied = bench.store.points("ceilings").get("ceilings", {}).get("copy_gbs")
     return copied and num_bytes / seconds / (copied * 1e9)
 
@@ -58,12 +61,20 @@ def cells(bench: Bench) -> Iterator[Point]:
 
 
 def steps(bench: Bench) -> Iterator[Point]:
-    """Time the steps of the large model, next to their prediction: every cell, then every budget and gamma."""
+    """Time the steps of the large model, next to their prediction: every cell, then every budget
+    and gamma.
+    """
     (budget, *budgets), (gamma, *gammas) = bench.sizes.budgets, bench.sizes.gammas
-    settings = [(budget, gamma), *((other, gamma) for other in budgets), *((budget, other) for other in gammas)]
+    settings = [
+        (budget, gamma),
+        *((other, gamma) for other in budgets),
+        *((budget, other) for other in gammas),
+    ]
     for one in settings:
         for cell in bench.cells:
-            yield Point("steps", cell_name(*cell, *one), partial(_steps, bench, *cell, *one), LARGE_S)
+            yield Point(
+                "steps", cell_name(*cell, *one), partial(_steps, bench, *cell, *one), LARGE_S
+            )
 
 
 def _steps(bench: Bench, batch: int, context: int, budget: int, gamma: int) -> Record:
@@ -76,23 +87,40 @@ def _steps(bench: Bench, batch: int, context: int, budget: int, gamma: int) -> R
     kv = memory.kv_bytes(engine.target.config, batch * context, bench.dtype)
     draft_kv = memory.kv_bytes(engine.target.config, batch * min(budget, context), bench.dtype)
     moved = {"target_decode": weights + kv, "verify": weights + kv, "draft": weights + draft_kv}
-    ratios = {f"{part}_of_copy": of_copy(bench, size, times[f"{part}_ms"] / 1e3) for part, size in moved.items()}
+    ratios = {
+        f"{part}_of_copy": of_copy(bench, size, times[f"{part}_ms"] / 1e3)
+        for part, size in moved.items()
+    }
     predicted = bench.predicted(plan, gamma)
-    names = [name for name in ("target_decode_ms", "draft_ms", "verify_ms", "round_ms") if predicted]
+    names = [
+        name for name in ("target_decode_ms", "draft_ms", "verify_ms", "round_ms") if predicted
+    ]
     # The prefill is simulated here: the estimate has its activations, which the peak has not.
     estimated = fits.estimate(plan, batch, context).total / GIB
     sizes = {"peak_gib": peak.num_bytes / GIB, "estimated_with_prefill_gib": estimated}
     cell = {"batch": batch, "context": context, "budget": budget, "gamma": gamma}
-    return cell | times | {f"predicted_{name}": predicted[f"predicted/{name}"] for name in names} | ratios | sizes
+    return (
+        cell
+        | times
+        | {f"predicted_{name}": predicted[f"predicted/{name}"] for name in names}
+        | ratios
+        | sizes
+    )
 
 
 def prefill(bench: Bench) -> Iterator[Point]:
     """Prefill the large model, once."""
-    (batch, context), budget, gamma = bench.sizes.prefill, bench.sizes.budgets[0], bench.sizes.gammas[0]
+    (batch, context), budget, gamma = (
+        bench.sizes.prefill,
+        bench.sizes.budgets[0],
+        bench.sizes.gammas[0],
+    )
 
     def measured() -> Record:
         engine, generator = bench.engine, torch.Generator().manual_seed(0)
-        prompts = torch.randint(0, engine.target.config.vocab_size, (batch, context), generator=generator).tolist()
+        prompts = torch.randint(
+            0, engine.target.config.vocab_size, (batch, context), generator=generator
+        ).tolist()
         opened = engine.open(prompts)
         opened.decoder.rehearse_prefill(engine.prefill_chunk)
         seconds = opened.decoder.prefill(engine.prefill_chunk)
@@ -100,20 +128,31 @@ def prefill(bench: Bench) -> Iterator[Point]:
         opened.close()
         c = engine.target.config
         layers = sum(weight.numel() for weight in engine.target.layers.parameters())
-        flops = 2 * layers * batch * context + 2 * c.num_layers * c.num_heads * c.head_dim * batch * context**2
+        flops = (
+            2 * layers * batch * context
+            + 2 * c.num_layers * c.num_heads * c.head_dim * batch * context**2
+        )
         rate = bench.store.points("ceilings").get("ceilings", {}).get("matmul_tflops")
         achieved = flops / seconds / 1e12
         setup, chunk = bench.setup(bench.large(batch, context, budget, gamma)), engine.prefill_chunk
-        step = setup and setup.target_pass._replace(query_tokens=chunk, cached_tokens=context / 2, chooses=False)
+        step = setup and setup.target_pass._replace(
+            query_tokens=chunk, cached_tokens=context / 2, chooses=False
+        )
         predicted = step and step_time(step, setup.hardware).total * context / chunk
         ratios = {"tflops": achieved, "of_matmul": rate and achieved / rate}
-        return {"s": seconds, "predicted_s": predicted, "tokens_per_s": batch * context / seconds} | ratios
+        return {
+            "s": seconds,
+            "predicted_s": predicted,
+            "tokens_per_s": batch * context / seconds,
+        } | ratios
 
     yield Point("prefill", f"{batch} x {context}", measured, LARGE_S)
 
 
 def rounds(bench: Bench) -> Iterator[Point]:
-    """Measure the speedup at a synthetic acceptance, next to the formula's over the measured steps."""
+    """Measure the speedup at a synthetic acceptance, next to the formula's over the measured
+    steps.
+    """
     for alpha, budget in EXPECTED:
         budget = budget if budget in bench.sizes.budgets else bench.sizes.budgets[-1]
         for cell in bench.cells:
@@ -122,17 +161,25 @@ def rounds(bench: Bench) -> Iterator[Point]:
 
 
 def _rounds(bench: Bench, batch: int, context: int, budget: int, alpha: float) -> Record:
-    formula = {g: found for g in bench.sizes.gammas if (found := _formula(bench, batch, context, budget, alpha, g))}
+    formula = {
+        g: found
+        for g in bench.sizes.gammas
+        if (found := _formula(bench, batch, context, budget, alpha, g))
+    }
     if not formula:
         raise UserError("there are no times of this cell's steps")
     gamma = max(formula, key=formula.__getitem__)
     opened = bench.open(batch, context, budget, gamma, alpha)
     pairs = [(opened.decoder.generate(), opened.decoder.generate(opened.draft)) for _ in range(2)]
     opened.close()
-    tpots = [[metrics.time_per_output_token_ms(metrics.row_times(g, 0.0)) for g in pair] for pair in pairs]
+    tpots = [
+        [metrics.time_per_output_token_ms(metrics.row_times(g, 0.0)) for g in pair]
+        for pair in pairs
+    ]
     measured = median(plain / fast for plain, fast in tpots)
     got = metrics.acceptance_metrics([fast for _, fast in pairs])["alpha"]
-    drawn = _formula(bench, batch, context, budget, float(got or 0.0), gamma)  # what was drawn is not quite alpha
+    # What was drawn is not quite alpha.
+    drawn = _formula(bench, batch, context, budget, float(got or 0.0), gamma)
     predicted = bench.predicted(bench.large(batch, context, budget, gamma), gamma, alpha)
     return {
         "batch": batch,
@@ -148,10 +195,20 @@ def _rounds(bench: Bench, batch: int, context: int, budget: int, alpha: float) -
     }
 
 
-def _formula(bench: Bench, batch: int, context: int, budget: int, alpha: float, gamma: int) -> float:
-    """Return the formula's speedup from the measured steps: T_D at this budget, T_T and T_V at any; 0 without them."""
-    known = {key: point for key, point in bench.store.points("steps").items() if "verify_ms" in point}
-    drafts = [p["draft_ms"] for key, p in known.items() if key.startswith(f"{cell_name(batch, context, budget)},")]
+def _formula(
+    bench: Bench, batch: int, context: int, budget: int, alpha: float, gamma: int
+) -> float:
+    """Return the formula's speedup from the measured steps: T_D at this budget, T_T and T_V at any;
+    0 without them.
+    """
+    known = {
+        key: point for key, point in bench.store.points("steps").items() if "verify_ms" in point
+    }
+    drafts = [
+        p["draft_ms"]
+        for key, p in known.items()
+        if key.startswith(f"{cell_name(batch, context, budget)},")
+    ]
     cell = [(key, p) for key, p in known.items() if key.startswith(f"{cell_name(batch, context)},")]
     others = [p for key, p in cell if key.endswith(f"gamma {gamma}")]
     if not drafts or not others:
@@ -170,7 +227,13 @@ def sampling(bench: Bench) -> Iterator[Point]:
             opened = bench.open(*cell, None, chosen)
             times[f"{name}_round_ms"] = profile_round(opened, bench.sizes.repeats)["round_ms"]
             opened.close()
-        logits = torch.randn(cell[0], 1, bench.engine.target.config.vocab_size, dtype=bench.dtype, device=bench.device)
+        logits = torch.randn(
+            cell[0],
+            1,
+            bench.engine.target.config.vocab_size,
+            dtype=bench.dtype,
+            device=bench.device,
+        )
         truncation = partial(probabilities, logits, bench.sizes.sampling)
         seconds = gpu_kernels.seconds(truncation, bench.device, bench.sizes.repeats)
         return times | {"truncation_ms": 1e3 * seconds}
@@ -190,25 +253,46 @@ def attention(bench: Bench) -> Iterator[Point]:
 
 
 def _attention(bench: Bench, name: str, model: str, context: int, tokens: int) -> Record:
-    one = Layer(bench.device, bench.dtype, 1, context, model=replace(architecture(model), num_layers=1))
+    one = Layer(
+        bench.device, bench.dtype, 1, context, model=replace(architecture(model), num_layers=1)
+    )
     sizes = replace(one, rows=max(1, bench.sizes.kernel_bytes // one.kv_bytes))
     attend = gpu_kernels.attending(sizes, sizes.target(), sizes.queries(tokens), name)
     captured = BACKENDS[name].facts.captured
     seconds = gpu_kernels.seconds(attend, bench.device, bench.sizes.repeats, captured)
-    cell = {"model": model, "context": context, "tokens": tokens, "backend": name, "rows": sizes.rows}
+    cell = {
+        "model": model,
+        "context": context,
+        "tokens": tokens,
+        "backend": name,
+        "rows": sizes.rows,
+    }
     return cell | {"ms": 1e3 * seconds, "of_copy": of_copy(bench, sizes.kv_bytes, seconds)}
 
 
 def pair(bench: Bench) -> Iterator[Point]:
     """Run the bundled pair, prefilled and measured as by `launch.py`, with its real acceptance."""
-    names = ("speedup", "predicted/speedup", "speedup_wall", "acceptance_length", "alpha", "lossless/identical")
-    names += ("lossless/max_logit_gap", "autoregressive/time_per_output_token_ms", "memory/peak_gib")
+    names = (
+        "speedup",
+        "predicted/speedup",
+        "speedup_wall",
+        "acceptance_length",
+        "alpha",
+        "lossless/identical",
+    )
+    names += (
+        "lossless/max_logit_gap",
+        "autoregressive/time_per_output_token_ms",
+        "memory/peak_gib",
+    )
     names += ("memory/estimated_gib",)
 
     def measured(batch: int) -> Record:
         sizes = [f"batch.size={batch}", f"batch.context_len={bench.sizes.pair_context}"]
         found = bench.run("scenario.repeats=2", *sizes)
-        return {"batch": batch, "context": bench.sizes.pair_context} | {name: found.get(name) for name in names}
+        return {"batch": batch, "context": bench.sizes.pair_context} | {
+            name: found.get(name) for name in names
+        }
 
     for batch in bench.sizes.pair_batches:
         yield Point("pair", f"{batch} x {bench.sizes.pair_context}", partial(measured, batch))
@@ -217,7 +301,12 @@ def pair(bench: Bench) -> Iterator[Point]:
 def peers(bench: Bench) -> Iterator[Point]:
     """Decode the same prompts with the same checkpoint in transformers, autoregressively."""
     batch, context = bench.sizes.pair_batches[-2], bench.sizes.pair_context // 2
-    sizes = [f"batch.size={batch}", f"batch.context_len={context}", "draft=none", "scenario.repeats=3"]
+    sizes = [
+        f"batch.size={batch}",
+        f"batch.context_len={context}",
+        "draft=none",
+        "scenario.repeats=3",
+    ]
     compiled = f"hardware.compile={bench.device.type == 'cuda'}"
     engines = {
         "ours": [],
@@ -230,12 +319,18 @@ def peers(bench: Bench) -> Iterator[Point]:
 
     for engine, own in engines.items():
         yield Point("peers", f"{engine}, {batch} x {context}", partial(measured, own))
-    yield Point("peers", "importable", lambda: {name: importlib.util.find_spec(name) is not None for name in PEERS})
+    yield Point(
+        "peers",
+        "importable",
+        lambda: {name: importlib.util.find_spec(name) is not None for name in PEERS},
+    )
 
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the benchmark: its title on the page, the minutes that it takes on an H200, and its points."""
+    """A part of the benchmark: its title on the page, the minutes that it takes on an H200, and its
+    points.
+    """
 
     title: str
     minutes: float
@@ -254,12 +349,17 @@ PARTS = {
     "profile": Part(STATIC, 2, profile),
     "variants": Part("The same steps, compiled in other ways", 4, variants),
     "authors": Part("Steps of the MagicDec authors' own software", 2, authors),
-    "steps": Part(f"Steps of Llama-3.1-8B, random weights; moving what they must {COPIED}", 4, steps),
+    "steps": Part(
+        f"Steps of Llama-3.1-8B, random weights; moving what they must {COPIED}", 4, steps
+    ),
     "sampling": Part("Rounds that sample", 0.5, sampling),
     "serving": Part("The bundled pair served: a smoke run", 1, serving),
     "correct": Part("Correctness, on a reduced matrix", 3, correct),
     "rounds": Part(
-        "Speedup at a SYNTHETIC acceptance, the formula's value from the steps, and the predicted one", 2, rounds
+        "Speedup at a SYNTHETIC acceptance, the formula's value from the steps, and the"
+        " predicted one",
+        2,
+        rounds,
     ),
     "prefill": Part("Prefill of Llama-3.1-8B, random weights", 0.5, prefill),
     "attention": Part(f"Attention of one layer; reading K and V once {COPIED}", 2, attention),

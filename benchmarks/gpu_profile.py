@@ -1,4 +1,6 @@
-"""A round under PyTorch's profiler: its longest kernels, and their kinds next to docs/predictions/gpu.md."""
+"""A round under PyTorch's profiler: its longest kernels, and their kinds next to
+docs/predictions/gpu.md.
+"""
 
 import csv
 import re
@@ -33,8 +35,8 @@ ON_THE_PAGE = {  # the rows of its table that each kind is the sum of
 
 
 def static_cell(bench: Bench) -> tuple[tuple[int, int, int, int], Record]:
-    """Return the predicted cell of this GPU, as rows, context, budget and gamma, and its milliseconds by kind; for
-    another device the first cell, without any.
+    """Return the predicted cell of this GPU, as rows, context, budget and gamma, and its
+    milliseconds by kind; for another device the first cell, without any.
     """
     budget, gamma = bench.sizes.budgets[0], bench.sizes.gammas[0]
     name = torch.cuda.get_device_name() if bench.device.type == "cuda" else ""
@@ -43,13 +45,22 @@ def static_cell(bench: Bench) -> tuple[tuple[int, int, int, int], Record]:
     for cell in dict.fromkeys(row["cell"] for row in predicted):
         card, rows, context = re.fullmatch(r"(\w+), (\d+) x ([\d,]+)", cell).groups()
         if re.search(rf"\b{card}\b", name):
-            milliseconds = {row["of"]: float(row["kernel_by_kernel_ms"]) for row in predicted if row["cell"] == cell}
-            by_kind = {kind: sum(milliseconds[part] for part in parts) for kind, parts in ON_THE_PAGE.items()}
+            milliseconds = {
+                row["of"]: float(row["kernel_by_kernel_ms"])
+                for row in predicted
+                if row["cell"] == cell
+            }
+            by_kind = {
+                kind: sum(milliseconds[part] for part in parts)
+                for kind, parts in ON_THE_PAGE.items()
+            }
             return (int(rows), int(context.replace(",", "")), budget, gamma), by_kind
     return (*bench.cells[0], budget, gamma), {}
 
 
-def profiled(bench: Bench, cell: tuple[int, int, int, int], policy: str = "streaming", *more: str) -> Record:
+def profiled(
+    bench: Bench, cell: tuple[int, int, int, int], policy: str = "streaming", *more: str
+) -> Record:
     """Return the milliseconds of a round by kinds of kernels, and those of its longest kernels."""
     opened = bench.open(*cell, alpha=0.8, policy=policy, more=more)
     step = opened.decoder.cycle(opened.draft, cell[-1])
@@ -57,7 +68,9 @@ def profiled(bench: Bench, cell: tuple[int, int, int, int], policy: str = "strea
     step()
     synchronize(bench.device)
     on_gpu = bench.device.type == "cuda"
-    activity = torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU
+    activity = (
+        torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU
+    )
     with torch.profiler.profile(activities=[activity]) as profiler:
         for _ in range(ROUNDS):
             step()
@@ -65,10 +78,16 @@ def profiled(bench: Bench, cell: tuple[int, int, int, int], policy: str = "strea
     rested = bool(opened.decoder.state.finished_B.any())
     opened.close()
     if rested:  # waking rows between rounds would add kernels
-        raise UserError("rows have ended before the last round, and cost nothing in it; generate more tokens")
+        raise UserError(
+            "rows have ended before the last round, and cost nothing in it; generate more tokens"
+        )
     times: Counter[str] = Counter(dict.fromkeys(ON_THE_PAGE, 0.0))
     by_name, launches = Counter[str](), Counter[str]()
-    events = [event for event in profiler.events() if not on_gpu or "cuda" in str(event.device_type).lower()]
+    events = [
+        event
+        for event in profiler.events()
+        if not on_gpu or "cuda" in str(event.device_type).lower()
+    ]
     for event in events:
         took = event.time_range.elapsed_us() if on_gpu else event.self_cpu_time_total
         times[kind_of(event.name)] += took / 1e3 / ROUNDS
@@ -78,7 +97,9 @@ def profiled(bench: Bench, cell: tuple[int, int, int, int], policy: str = "strea
     whole = (max(span.end for span in spans) - min(span.start for span in spans)) / 1e3 / ROUNDS
     times["launches"] = max(0.0, whole - sum(times.values()))
     rows = [[name, launches[name] / ROUNDS, ms] for name, ms in by_name.most_common(LONGEST)]
-    found = {"round_ms": whole, "kernels": len(events) / ROUNDS} | {f"{kind}_ms": ms for kind, ms in times.items()}
+    found = {"round_ms": whole, "kernels": len(events) / ROUNDS} | {
+        f"{kind}_ms": ms for kind, ms in times.items()
+    }
     return found | {"text": markdown_table(["kernel", "launches", "ms"], rows)}
 
 

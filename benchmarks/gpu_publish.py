@@ -1,6 +1,8 @@
-"""Publish the points of benchmarks/gpu.py: CSV files, the page, and a calibration of the card by its steps.
+"""Publish the points of benchmarks/gpu.py: CSV files, the page, and a calibration of the card by
+its steps.
 
-Comments in the page's template are on the card that it shows: read them again before you publish another.
+Comments in the page's template are on the card that it shows: read them again before you publish
+another.
 """
 
 from collections.abc import Callable
@@ -18,8 +20,10 @@ from magicdec.costmodel.tables import Row
 from magicdec.costmodel.targets import architecture
 from magicdec.errors import UserError
 
-SHOWN = ("ceilings", "profile", "prefill", "steps", "rounds", "policies", "attention", "pair")  # on the page
-SHOWN_WHERE_MEASURED = ("kernels", "variants", "authors", "sampling")  # on the page, with any points
+# On the page.
+SHOWN = ("ceilings", "profile", "prefill", "steps", "rounds", "policies", "attention", "pair")
+# On the page, with any points.
+SHOWN_WHERE_MEASURED = ("kernels", "variants", "authors", "sampling")
 TARGET = "llama-3.1-8b"
 STEPS = {"target": "T_T", "draft": "T_D", "verify": "T_V", "round": "round"}
 HELD_BACK = 3  # every so many points
@@ -27,18 +31,26 @@ ROUND_SPREAD_US = 100.0  # of what rounds add, which differs with the heat of th
 
 
 def publish(points: Callable[[str], dict[str, Record]]) -> None:
-    """Write docs/results/gpu-*.csv and gpu.md, about this card alone. Raise UserError if a part has no points."""
+    """Write docs/results/gpu-*.csv and gpu.md, about this card alone. Raise UserError if a part has
+    no points.
+    """
     facts = points("machine")
-    device, measured_by = facts["device"], f"commit {facts['commit']}, {facts['device']}, PyTorch {facts['torch']}"
+    device, measured_by = (
+        facts["device"],
+        f"commit {facts['commit']}, {facts['device']}, PyTorch {facts['torch']}",
+    )
     found = {
-        part: [record for record in points(part).values() if not {"failed", "skipped"} & record.keys()]
+        part: [
+            record for record in points(part).values() if not {"failed", "skipped"} & record.keys()
+        ]
         for part in (*SHOWN, *SHOWN_WHERE_MEASURED)
     }
     if missing := [part for part in SHOWN if not found[part]]:
         raise UserError(f"the page needs these parts, too: --parts {','.join(missing)}")
     if device_in(device) is None:
         raise UserError(
-            f"{device}: its datasheet is not known (magicdec/costmodel/hardware.py), so nothing was predicted"
+            f"{device}: its datasheet is not known (magicdec/costmodel/hardware.py), so nothing was"
+            " predicted"
         )
     for part, records in found.items():
         rows = [{"device": device, **record, "measured_by": measured_by} for record in records]
@@ -54,16 +66,20 @@ def publish(points: Callable[[str], dict[str, Record]]) -> None:
 
 
 def _calibrated(device: str, steps: list[Record], pairs: list[Record]) -> list[dict[str, Any]]:
-    """Write the card's calibration. Return the errors of all steps, and of every third one where the others are fitted.
+    """Write the card's calibration. Return the errors of all steps, and of every third one where
+    the others are fitted.
 
-    Steps of the bundled target tell what launches cost from what the weights of a large model do. What a round adds to
-    its steps was measured next to them.
+    Steps of the bundled target tell what launches cost from what the weights of a large model do.
+    What a round adds to its steps was measured next to them.
     """
     known = device_in(device)
     assert known is not None
     name = known.name.lower().replace(" ", "_")
     start = uncalibrated(name, OWN_STACK)
-    rows, small = [_row(point, name) for point in steps], [_small_row(point, name) for point in pairs]
+    rows, small = (
+        [_row(point, name) for point in steps],
+        [_small_row(point, name) for point in pairs],
+    )
     adds_us = 1e3 * median(point["overhead_ms"] for point in steps)
     priors = {"round_overhead_us": Prior(0.0, 1e6, adds_us, ROUND_SPREAD_US)}
 
@@ -72,10 +88,16 @@ def _calibrated(device: str, steps: list[Record], pairs: list[Record]) -> list[d
 
     def errors(machine: Hardware, some: list[Row], case: str) -> list[dict[str, Any]]:
         found = [errors_of(machine, row, architecture) for row in some]
-        return [{"device": device, "case": case} | {STEPS[step]: error for step, error in one.items()} for one in found]
+        return [
+            {"device": device, "case": case} | {STEPS[step]: error for step, error in one.items()}
+            for one in found
+        ]
 
     machine = fitted(rows)
-    source = [f"{known.name}, by {len(rows)} points of Llama-3.1-8B and {len(small)} of the bundled target."]
+    source = [
+        f"{known.name}, by {len(rows)} points of Llama-3.1-8B and {len(small)} of the bundled"
+        " target."
+    ]
     source += ["docs/results/gpu.md shows them. Written by `python benchmarks/gpu.py`."]
     (CALIBRATED / f"{name}.yaml").write_text(to_yaml(machine, source))
     unseen = rows[1::HELD_BACK]
@@ -86,11 +108,23 @@ def _calibrated(device: str, steps: list[Record], pairs: list[Record]) -> list[d
 def _small_row(point: Record, hardware: str) -> Row:
     where = {"context_len": point["context"], "batch_size": point["batch"], "gamma": 1}
     decoded_ms = point["autoregressive/time_per_output_token_ms"]
-    return Row("tiny", "self", "full", hardware, **where, autoregressive_ms=decoded_ms, element_bytes=2.0)
+    return Row(
+        "tiny", "self", "full", hardware, **where, autoregressive_ms=decoded_ms, element_bytes=2.0
+    )
 
 
 def _row(point: Record, hardware: str) -> Row:
-    values = {"context_len": point["context"], "batch_size": point["batch"], "gamma": point["gamma"]}
+    values = {
+        "context_len": point["context"],
+        "batch_size": point["batch"],
+        "gamma": point["gamma"],
+    }
     values |= {f"time/{name}": value for name, value in point.items()}
-    known = {"target": TARGET, "draft": "self", "policy": "streaming", "hardware": hardware, "element_bytes": 2.0}
+    known = {
+        "target": TARGET,
+        "draft": "self",
+        "policy": "streaming",
+        "hardware": hardware,
+        "element_bytes": 2.0,
+    }
     return timed_row(values, **known, kv_budget=point["budget"])

@@ -2,9 +2,10 @@
 
     python benchmarks/gpu_static.py            # a minute on a CPU; nothing is computed
 
-The round runs on a fake CUDA device, where every kernel outside of the compiled layers is recorded with the bytes that
-it moves at least. The compiled halves of a layer are what PyTorch's Inductor emits for them. A kernel takes the time of
-its bytes or of its FLOPs, at the rates that the cost model takes from its calibration.
+The round runs on a fake CUDA device, where every kernel outside of the compiled layers is recorded
+with the bytes that it moves at least. The compiled halves of a layer are what PyTorch's Inductor
+emits for them. A kernel takes the time of its bytes or of its FLOPs, at the rates that the cost
+model takes from its calibration.
 """
 
 import argparse
@@ -43,9 +44,11 @@ CONTEXT, GAMMA, BUDGET = 32768, 4, 512
 TRUNCATION = ("collect", "find_cut", "write")  # kernels, in their order
 GREEDY, SAMPLED = Sampling(), Sampling(0.8, 50, 0.9)
 LAUNCH_S = 1.8e-6  # from the end of a kernel to the start of the next in a CUDA graph: assumed
-PROGRAM_BANDWIDTH = 64 * CLOCK_HZ  # of a multiprocessor that runs one program: 64 bytes a cycle from the L2 cache
+# Of a multiprocessor that runs one program: 64 bytes a cycle from the L2 cache.
+PROGRAM_BANDWIDTH = 64 * CLOCK_HZ
 AIM = 1.35  # of a round over its bytes and FLOPs alone, on 8 GPUs
-# Seconds of a sum in symmetric memory by the switch, by its bytes: published for H100s, vllm-project/vllm#42324.
+# Seconds of a sum in symmetric memory by the switch, by its bytes: published for H100s,
+# vllm-project/vllm#42324.
 MULTIMEM = ((512 << 10, 11e-6), (3 << 20, 23e-6))
 BF16, FP32 = 2, 4
 NORM = 4.5  # elements that a sum with its norm moves for each of a row, on average of a layer's two
@@ -80,7 +83,9 @@ class Kernel:
     def seconds(self, hardware: Hardware) -> float:
         """Return the time of its bytes, its FLOPs or its instructions, whichever is longest."""
         bandwidth = min(hardware.bandwidth, self.programs * PROGRAM_BANDWIDTH)
-        return max(self.num_bytes / bandwidth, self.flops / hardware.matmul_rate(self.rows), self.issuing_s)
+        return max(
+            self.num_bytes / bandwidth, self.flops / hardware.matmul_rate(self.rows), self.issuing_s
+        )
 
 
 def kernels(hardware: Hardware, batch: int, sampling: Sampling = GREEDY) -> list[Kernel]:
@@ -89,7 +94,13 @@ def kernels(hardware: Hardware, batch: int, sampling: Sampling = GREEDY) -> list
     share = replace(LLAMA_8B.shared_by(ranks), vocab_size=LLAMA_8B.vocab_size // ranks)
     with fake_cuda() as recording:
         prepared = engine(
-            "self", "streaming", share.num_layers, model=share, gamma=GAMMA, budget=BUDGET, sampling=sampling
+            "self",
+            "streaming",
+            share.num_layers,
+            model=share,
+            gamma=GAMMA,
+            budget=BUDGET,
+            sampling=sampling,
         )
         opened = prefilled(prepared, batch, CONTEXT)
         halves = Compiled(recording)
@@ -116,14 +127,18 @@ class Compiled:
 
     def __init__(self, recording: Recording):
         self.recording = recording
-        self.calls: dict[str, list[tuple[Callable, tuple]]] = {method: [] for _, method in (*BESIDE, *HALVES)}
+        self.calls: dict[str, list[tuple[Callable, tuple]]] = {
+            method: [] for _, method in (*BESIDE, *HALVES)
+        }
 
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Record operators under the method that they belong to, and keep the calls."""
         with ExitStack() as stack:
             for owner, method in (*BESIDE, *HALVES):
-                stack.enter_context(patch.object(owner, method, self._kept(getattr(owner, method), method)))
+                stack.enter_context(
+                    patch.object(owner, method, self._kept(getattr(owner, method), method))
+                )
             yield
 
     def _kept(self, function: Callable, method: str) -> Callable:
@@ -135,11 +150,18 @@ class Compiled:
         return call
 
     def launches(self, method: str) -> int:
-        """Return the kernels of all calls of a method. Calls of the same shapes are compiled once."""
-        shapes = [tuple(x.shape for x in args if isinstance(x, Tensor)) for _, args in self.calls[method]]
+        """Return the kernels of all calls of a method. Calls of the same shapes are compiled
+        once.
+        """
+        shapes = [
+            tuple(x.shape for x in args if isinstance(x, Tensor)) for _, args in self.calls[method]
+        ]
         alike = dict(zip(shapes, self.calls[method], strict=True))
         with pretended_gpu():
-            sources = {shape: emitted(torch.compile(function), args) for shape, (function, args) in alike.items()}
+            sources = {
+                shape: emitted(torch.compile(function), args)
+                for shape, (function, args) in alike.items()
+            }
         return sum(len(calls(sources[shape])) for shape in shapes)
 
 
@@ -150,13 +172,24 @@ def _truncations(launches: list[Launch]) -> Iterator[Kernel]:
         if launch.name in TRUNCATION:
             made[launch.name] = made.get(launch.name) or compiled(launch, 90)
             rows, vocabulary = launch.arguments["out"].shape
-            moved = rows * vocabulary * {"collect": BF16, "find_cut": 0, "write": BF16 + FP32}[launch.name]
-            yield Kernel("sampling", "truncation", moved, issuing_s=truncation_seconds(launch, made[launch.name], rows))
+            moved = (
+                rows
+                * vocabulary
+                * {"collect": BF16, "find_cut": 0, "write": BF16 + FP32}[launch.name]
+            )
+            yield Kernel(
+                "sampling",
+                "truncation",
+                moved,
+                issuing_s=truncation_seconds(launch, made[launch.name], rows),
+            )
 
 
 def _kernel(op: Op) -> Kernel:
     kind = next((kind for kind, names in PARTS.items() if op.name in names), "the rest")
-    return Kernel(op.where, kind, op.read + op.written, op.flops, op.inputs[0][0] if op.flops else 1)
+    return Kernel(
+        op.where, kind, op.read + op.written, op.flops, op.inputs[0][0] if op.flops else 1
+    )
 
 
 def _layer(part: str, config: ModelConfig, rows: int) -> Iterator[Kernel]:
@@ -183,7 +216,9 @@ def _layer(part: str, config: ModelConfig, rows: int) -> Iterator[Kernel]:
 
 
 def collectives(hardware: Hardware, batch: int) -> tuple[int, float, float]:
-    """Return the sums over the ranks of a round, and their seconds: by the cost model, and in symmetric memory."""
+    """Return the sums over the ranks of a round, and their seconds: by the cost model, and in
+    symmetric memory.
+    """
     if hardware.count == 1:
         return 0, 0.0, 0.0
     each = 2 * LLAMA_8B.num_layers + 1  # of a pass: two in each layer, and the embedding's
@@ -198,11 +233,16 @@ def modelled(setup: Setup) -> dict[str, float]:
     """Return the cost model's seconds of a round's bytes and FLOPs, by kinds of kernels."""
     hardware, times = setup.hardware, Counter[str]()
     drafting = setup.target_pass._replace(cached_tokens=setup.tokens_read)
-    for forward, passes in ((drafting, GAMMA), (setup.target_pass._replace(query_tokens=GAMMA + 1), 1)):
+    for forward, passes in (
+        (drafting, GAMMA),
+        (setup.target_pass._replace(query_tokens=GAMMA + 1), 1),
+    ):
         for op in operators(forward, hardware):
             kind = next(kind for kind, names in OPERATORS.items() if op.name in names)
             compute = op.flops / hardware.matmul_rate(op.rows) if op.flops else 0.0
-            times[kind] += passes * op.number * max(op.bytes * op.stretch / hardware.bandwidth, compute)
+            times[kind] += (
+                passes * op.number * max(op.bytes * op.stretch / hardware.bandwidth, compute)
+            )
     return times
 
 
@@ -214,7 +254,10 @@ def parts(cell: str, hardware: Hardware, found: list[Kernel]) -> Iterator[Row]:
     for (part, kind), members in sorted(groups.items()):
         row = {"cell": cell, "part": part, "kernels_of": kind, "launches": len(members)}
         row |= {"gb": sum(k.num_bytes for k in members) / 1e9}
-        yield row | {"ms": 1e3 * total(hardware, members), "launch_ms": 1e3 * LAUNCH_S * len(members)}
+        yield row | {
+            "ms": 1e3 * total(hardware, members),
+            "launch_ms": 1e3 * LAUNCH_S * len(members),
+        }
 
 
 def total(hardware: Hardware, found: list[Kernel]) -> float:
@@ -223,17 +266,27 @@ def total(hardware: Hardware, found: list[Kernel]) -> float:
 
 
 def summary(cell: str, hardware: Hardware, batch: int, found: list[Kernel]) -> Row:
-    """Return the round as a whole: its launches, its sums over the ranks, and what sampling adds."""
+    """Return the round as a whole: its launches, its sums over the ranks, and what sampling
+    adds.
+    """
     moving, launching = total(hardware, found), LAUNCH_S * len(found)
     number, nccl, symmetric = collectives(hardware, batch)
     whole, rows, norms = moving + launching, batch * (2 * GAMMA + 1), 2 * LLAMA_8B.num_layers
     saved = norms * (GAMMA + 1) * LAUNCH_S
     saved += norms * rows * NORM * LLAMA_8B.hidden_size * BF16 / hardware.bandwidth
-    row: Row = {"cell": cell, "kernels": len(found), "moving_ms": 1e3 * moving, "launching_ms": 1e3 * launching}
+    row: Row = {
+        "cell": cell,
+        "kernels": len(found),
+        "moving_ms": 1e3 * moving,
+        "launching_ms": 1e3 * launching,
+    }
     row |= {"sums": number, "total_ms": 1e3 * (whole + nccl)}
     if number:
         row |= {"nccl_us": 1e6 * nccl / number, "symmetric_us": 1e6 * symmetric / number}
-        row |= {"symmetric_total_ms": 1e3 * (whole + symmetric), "fused_total_ms": 1e3 * (whole + symmetric - saved)}
+        row |= {
+            "symmetric_total_ms": 1e3 * (whole + symmetric),
+            "fused_total_ms": 1e3 * (whole + symmetric - saved),
+        }
         row |= {"aim": AIM, "aim_us": 1e6 * (AIM * moving - whole) / number}
     return row | sampled(hardware, batch, found)
 
@@ -244,25 +297,42 @@ def sampled(hardware: Hardware, batch: int, greedy: list[Kernel]) -> Row:
     each = [k.seconds(hardware) for k in found if k.kind == "truncation"]
     times = [1e3 * sum(each[i : i + len(TRUNCATION)]) for i in range(0, len(each), len(TRUNCATION))]
     before, after = (total(hardware, each) + LAUNCH_S * len(each) for each in (greedy, found))
-    row = {"sampled_kernels": len(found), "sampled_ms": 1e3 * (after - before), "truncation_ms": sum(times)}
+    row = {
+        "sampled_kernels": len(found),
+        "sampled_ms": 1e3 * (after - before),
+        "truncation_ms": sum(times),
+    }
     return row | {"proposal_truncation_ms": min(times), "verify_truncation_ms": max(times)}
 
 
 def comparison(cell: str, hardware: Hardware, batch: int, found: list[Kernel]) -> list[Row]:
     """Return this count and the cost model, operator by operator."""
-    setup = Setup(LLAMA_8B, hardware, batch, CONTEXT, SelfSpeculation(), Streaming(budget=BUDGET, num_sink=4))
+    setup = Setup(
+        LLAMA_8B, hardware, batch, CONTEXT, SelfSpeculation(), Streaming(budget=BUDGET, num_sink=4)
+    )
     theirs, times, ours = modelled(setup), round_times(setup, GAMMA), Counter[str]()
     for kernel in found:
         ours[kernel.kind if kernel.kind in OPERATORS else "the rest"] += kernel.seconds(hardware)
     steps = [*[times.draft] * GAMMA, times.verify, times.overhead]
     pairs = [(kind, ours[kind], theirs[kind]) for kind in OPERATORS]
     pairs.append(("bytes and FLOPs", sum(ours.values()), sum(theirs.values())))
-    pairs.append(("sums by NCCL", collectives(hardware, batch)[1], sum(step.communication for step in steps)))
-    pairs.append(("launches / layer and round overhead", LAUNCH_S * len(found), sum(step.overhead for step in steps)))
+    pairs.append(
+        ("sums by NCCL", collectives(hardware, batch)[1], sum(step.communication for step in steps))
+    )
+    pairs.append(
+        (
+            "launches / layer and round overhead",
+            LAUNCH_S * len(found),
+            sum(step.overhead for step in steps),
+        )
+    )
     sums = pairs[len(OPERATORS) :]
     pairs.append(("altogether", sum(mine for _, mine, _ in sums), sum(its for _, _, its in sums)))
     keys = ("kernel_by_kernel_ms", "cost_model_ms")
-    return [{"cell": cell, "of": name, **dict(zip(keys, (1e3 * a, 1e3 * b), strict=True))} for name, a, b in pairs]
+    return [
+        {"cell": cell, "of": name, **dict(zip(keys, (1e3 * a, 1e3 * b), strict=True))}
+        for name, a, b in pairs
+    ]
 
 
 def main() -> None:
@@ -274,7 +344,9 @@ def main() -> None:
         found = kernels(hardware, batch)
         files["gpu"] += comparison(cell, hardware, batch, found)
         files["gpu-parts"] += parts(cell, hardware, found)
-        files["gpu-rounds"].append(summary(cell, hardware, batch, found) | {"measured_by": setting()})
+        files["gpu-rounds"].append(
+            summary(cell, hardware, batch, found) | {"measured_by": setting()}
+        )
         print(f"{name}: done", flush=True)
     for stem, rows in files.items():
         write_csv(FOLDER / f"{stem}.csv", [rounded(row) for row in rows])

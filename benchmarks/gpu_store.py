@@ -1,7 +1,9 @@
-"""The stored points of benchmarks/gpu.py, and the two processes that fill them: one measures, the other watches it.
+"""The stored points of benchmarks/gpu.py, and the two processes that fill them: one measures, the
+other watches it.
 
-A point is noted before it starts and stored once it is measured. Whatever ends the process that measures, a crash, a
-hang, the system or a lost device, costs that one point: it is stored as failed, and a new process goes on behind it.
+A point is noted before it starts and stored once it is measured. Whatever ends the process that
+measures, a crash, a hang, the system or a lost device, costs that one point: it is stored as
+failed, and a new process goes on behind it.
 """
 
 import ctypes
@@ -26,7 +28,8 @@ Record = dict[str, Any]
 BETWEEN_S = 300  # that a process may take for its imports, and between two points
 TEARDOWN_S = 30  # that it may take to end, behind its last point
 POLL_S = 0.2
-DONE, AFRESH, OUT_OF_TIME = 0, 3, 4  # exit codes of the process that measures; AFRESH: a new one goes on
+# Exit codes of the process that measures; AFRESH: a new one goes on.
+DONE, AFRESH, OUT_OF_TIME = 0, 3, 4
 ENDED = "the time is over"
 PR_SET_PDEATHSIG = 1
 
@@ -67,7 +70,9 @@ class Store:
         self.tar.parent.mkdir(parents=True, exist_ok=True)
         temporary = self.tar.with_name(f".{self.tar.name}")
         with tarfile.open(temporary, "w") as file:
-            for path in sorted({*self.folder.glob("*.json"), *self.folder.glob("*.md")} - {self._note}):
+            for path in sorted(
+                {*self.folder.glob("*.json"), *self.folder.glob("*.md")} - {self._note}
+            ):
                 file.add(path, path.name)
         temporary.replace(self.tar)
 
@@ -87,7 +92,14 @@ class Store:
     def retry(self, parts: Iterable[str]) -> None:
         """Delete the points of these parts that were skipped or have failed."""
         for part in parts:
-            self._write(part, {k: v for k, v in self.points(part).items() if not {"skipped", "failed"} & v.keys()})
+            self._write(
+                part,
+                {
+                    k: v
+                    for k, v in self.points(part).items()
+                    if not {"skipped", "failed"} & v.keys()
+                },
+            )
 
     def note(self, **content: Any) -> None:
         """Note what the process that measures is about to do."""
@@ -122,9 +134,12 @@ def _read(path: Path) -> Record:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def work(points: Iterable[Point], store: Store, until: float, device_answers: Callable[[], bool]) -> int:
+def work(
+    points: Iterable[Point], store: Store, until: float, device_answers: Callable[[], bool]
+) -> int:
     """Measure and store what is not stored yet. Return the exit code of the process."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # without its watchdog, a hang would last
+    # Without its watchdog, a hang would last.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     code = DONE
     for point in points:
         if point.key in store.points(point.part):
@@ -138,7 +153,8 @@ def work(points: Iterable[Point], store: Store, until: float, device_answers: Ca
         store.note(since=time.time())
         said = (f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in found.items())
         print(f"{point.part} {point.key}: {', '.join(said)}", flush=True)
-        if "failed" in found or not device_answers():  # what has failed may hold memory, or its library's locks
+        # What has failed may hold memory, or its library's locks.
+        if "failed" in found or not device_answers():
             code = AFRESH
             break
     store.note(code=code, since=time.time())
@@ -160,7 +176,8 @@ def outcome(measure: Callable[[], Record]) -> Record:
 
 
 def supervise(command: list[str], store: Store, ends: float = float("inf")) -> int:
-    """Run processes that measure, one after another, until one has no more to do. Return its exit code.
+    """Run processes that measure, one after another, until one has no more to do. Return its exit
+    code.
 
     At `ends` nothing runs any more; what is then under way is measured another time.
     """
@@ -185,7 +202,9 @@ def supervise(command: list[str], store: Store, ends: float = float("inf")) -> i
 
 
 def watch(worker: subprocess.Popen, store: Store, ends: float) -> str:
-    """Wait until the process ends, or has taken too long for what it has noted. Return what happened to it."""
+    """Wait until the process ends, or has taken too long for what it has noted. Return what
+    happened to it.
+    """
     started = time.time()
     while worker.poll() is None:
         time.sleep(POLL_S)
@@ -196,4 +215,8 @@ def watch(worker: subprocess.Popen, store: Store, ends: float) -> str:
         if time.time() - note.get("since", started) > limit:
             return f"no end within {limit:g} s"
     code = worker.returncode
-    return f"the process ended by {signal.Signals(-code).name}" if code < 0 else f"the process ended with code {code}"
+    return (
+        f"the process ended by {signal.Signals(-code).name}"
+        if code < 0
+        else f"the process ended with code {code}"
+    )

@@ -2,9 +2,9 @@
 
     python benchmarks/heads_predictions.py
 
-Acceptance is published and named with its source; times are predicted. DFlash, P-EAGLE and MTP do not run in this
-project: their passes are composed from the cost model's, and where no acceptance was found, the rows have the length
-that a round needs to break even. Nothing is measured here.
+Acceptance is published and named with its source; times are predicted. DFlash, P-EAGLE and MTP do
+not run in this project: their passes are composed from the cost model's, and where no acceptance
+was found, the rows have the length that a round needs to break even. Nothing is measured here.
 """
 
 from collections.abc import Iterator
@@ -38,7 +38,9 @@ Row = dict[str, Any]
 
 
 class Head(NamedTuple):
-    """A head that this project does not run: its layers, the tokens of its one pass, what it reads of the target."""
+    """A head that this project does not run: its layers, the tokens of its one pass, what it reads
+    of the target.
+    """
 
     layers: int
     gamma: int
@@ -46,15 +48,25 @@ class Head(NamedTuple):
     own_vocabulary: bool  # proposes from a part of the target's
 
 
-NOT_RUN = {"DFlash": Head(5, 9, 5, False), "P-EAGLE": Head(4, 7, 3, True), "MTP": Head(1, 1, 1, False)}
+NOT_RUN = {
+    "DFlash": Head(5, 9, 5, False),
+    "P-EAGLE": Head(4, 7, 3, True),
+    "MTP": Head(1, 1, 1, False),
+}
 
 
 def published_lengths() -> dict[int, float]:
-    """Return the published acceptance lengths of the EAGLE-3 head of Llama-3.1-8B by gamma, on MT-Bench."""
+    """Return the published acceptance lengths of the EAGLE-3 head of Llama-3.1-8B by gamma, on
+    MT-Bench.
+    """
     rows = read_csv(RESULTS / "backtest.csv")
     wanted = ("vLLM, EAGLE benchmarks", "2025-07-10", "llama-3.1-8b", "eagle3")
     keys = ("publisher", "date", "model", "draft")
-    return {row["gamma"]: row["acceptance_length"] for row in rows if tuple(row[key] for key in keys) == wanted}
+    return {
+        row["gamma"]: row["acceptance_length"]
+        for row in rows
+        if tuple(row[key] for key in keys) == wanted
+    }
 
 
 def head_setup(setup: Setup, policy: str, head: HeadConfig) -> Setup:
@@ -74,14 +86,16 @@ def parallel_times(setup: Setup, head: Head, policy: str) -> tuple[Setup, RoundT
     entries = entries_time(rows._replace(query_tokens=head.gamma + 1), at.hardware)
     return at, times._replace(
         draft=step_time(rows, at.hardware).scaled(1 / head.gamma),
-        overhead=times.overhead.plus(entries, head.layers - 1),  # round_times has the entries of one layer
+        # round_times has the entries of one layer.
+        overhead=times.overhead.plus(entries, head.layers - 1),
     )
 
 
 def heads(setup: Setup, lengths: dict[int, float]) -> Iterator[Row]:
     """Yield the EAGLE-3 head over both caches, at the best gamma whose acceptance is published.
 
-    `keep` is the share of its acceptance length that a sparse cache must keep to be as fast as the full one.
+    `keep` is the share of its acceptance length that a sparse cache must keep to be as fast as the
+    full one.
     """
     full = 0.0
     for policy in CACHES:
@@ -94,7 +108,9 @@ def heads(setup: Setup, lengths: dict[int, float]) -> Iterator[Row]:
 
 
 def self_speculation(setup: Setup) -> Row:
-    """Return self-speculation at the published acceptance of its context, or what it needs where none is."""
+    """Return self-speculation at the published acceptance of its context, or what it needs where
+    none is.
+    """
     best = predict(setup, GAMMAS, curves=Curves(published(), "pg19"))
     times = best.best.times
     length = None if best.best.speedup is None else best.best.speedup / times.speedup(1.0)
@@ -102,18 +118,31 @@ def self_speculation(setup: Setup) -> Row:
 
 
 def row_of(draft: str, setup: Setup, times: RoundTimes, length: float | None) -> Row:
-    """Return a row: the length of a round that breaks even, and the speedup where a length is known."""
+    """Return a row: the length of a round that breaks even, and the speedup where a length is
+    known.
+    """
     needed = times.round_s / times.target.total
-    row = {"device": setup.hardware.name, "batch": setup.batch, "context": setup.context, "draft": draft}
+    row = {
+        "device": setup.hardware.name,
+        "batch": setup.batch,
+        "context": setup.context,
+        "draft": draft,
+    }
     row |= {"cache": setup.cache.policy, "gamma": times.gamma, "needed_length": needed}
     fits = memory(setup, times.gamma, GENERATED).total <= setup.hardware.device.memory
     return row | {"acceptance_length": length, "speedup": length and length / needed, "fits": fits}
 
 
 def predictions() -> list[Row]:
-    """Return the rows of all machines, batches and contexts at which every draft fits into memory."""
+    """Return the rows of all machines, batches and contexts at which every draft fits into
+    memory.
+    """
     lengths, rows = published_lengths(), []
-    mtp = min(row["acceptance_length"] for row in read_csv(FOLDER / "heads-published.csv") if row["draft"] == "MTP")
+    mtp = min(
+        row["acceptance_length"]
+        for row in read_csv(FOLDER / "heads-published.csv")
+        if row["draft"] == "MTP"
+    )
     for machine, batch, context in product(MACHINES, BATCHES, CONTEXTS):
         setup = Setup(TARGET, hardware_named(machine), batch, context, target_name="llama-3.1-8b")
         found = [*heads(setup, lengths), self_speculation(setup)]

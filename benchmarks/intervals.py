@@ -3,10 +3,11 @@
     python benchmarks/intervals.py            # minutes, one thread; writes docs/results/intervals.csv and its page
     python benchmarks/intervals.py --quick    # a tenth of the studies; prints the shares
 
-A study is a run whose truth is known: rows drawn from a population of documents, which differ in how much of a draft
-they accept, decoded in repeats whose times are disturbed. All rows of a repeat share its disturbances, which are
-skewed: a slow minute of the machine falls on both passes of a repeat, and each pass has noise of its own.
-"""
+A study is a run whose truth is known: rows drawn from a population of documents, which differ in
+how much of a draft they accept, decoded in repeats whose times are disturbed. All rows of a repeat
+share its disturbances, which are skewed: a slow minute of the machine falls on both passes of a
+repeat, and each pass has noise of its own.
+"""  # noqa: E501
 
 import argparse
 from functools import cache
@@ -38,7 +39,9 @@ class Population(NamedTuple):
 
     def draw(self, random: np.random.Generator, *shape: int) -> Floats:
         """Return the alphas of so many documents."""
-        which = random.choice(len(self.alphas), p=[share for share, _, _ in self.alphas], size=shape)
+        which = random.choice(
+            len(self.alphas), p=[share for share, _, _ in self.alphas], size=shape
+        )
         _, mean, deviation = (np.array(values)[which] for values in zip(*self.alphas, strict=True))
         size = mean * (1 - mean) / deviation**2 - 1
         return random.beta(mean * size, (1 - mean) * size)
@@ -60,7 +63,9 @@ class Studies(NamedTuple):
     fast_SKN: Floats
 
 
-def simulate(population: Population, random: np.random.Generator, studies: int, rows: int, repeats: int) -> Studies:
+def simulate(
+    population: Population, random: np.random.Generator, studies: int, rows: int, repeats: int
+) -> Studies:
     """Return studies of documents of their own."""
     alpha_SN1 = population.draw(random, studies, rows)[..., None]
     steps = NEW_TOKENS - 1  # the prefill gives the first token
@@ -68,11 +73,15 @@ def simulate(population: Population, random: np.random.Generator, studies: int, 
     accepted_SNR = np.minimum(np.log(luck_SNR) // np.log(alpha_SN1), population.gamma)
     rounds_SN = 1 + np.sum(np.cumsum(accepted_SNR + 1, axis=2) < steps, axis=2)
     accepted_SN = np.where(np.arange(steps) < rounds_SN[..., None], accepted_SNR, 0).sum(2)
-    slow_SK = 1 + random.exponential(0.3, (studies, repeats)) * (random.random((studies, repeats)) < 0.3)
+    slow_SK = 1 + random.exponential(0.3, (studies, repeats)) * (
+        random.random((studies, repeats)) < 0.3
+    )
     noise_2SK = (random.gamma(3, 3**-0.5, (studies, repeats)) for _ in range(2))
     plain_SK, fast_SK = (slow_SK * np.exp(population.noise * noise_SK) for noise_SK in noise_2SK)
     plain_SKN = np.repeat(STEP * plain_SK[..., None], rows, axis=2)
-    return Studies(rounds_SN, accepted_SN, plain_SKN, ROUND / steps * fast_SK[..., None] * rounds_SN[:, None])
+    return Studies(
+        rounds_SN, accepted_SN, plain_SKN, ROUND / steps * fast_SK[..., None] * rounds_SN[:, None]
+    )
 
 
 Ends = tuple[float, float]
@@ -91,7 +100,9 @@ def bootstrap_t(rounds_N: Floats, accepted_N: Floats, gamma: int) -> Ends:
 
     def fitted(rounds: Floats, accepted: Floats) -> tuple[Floats, Floats]:
         ratio = accepted.sum(-1) / rounds.sum(-1)
-        return ratio, np.sqrt(((accepted - ratio[..., None] * rounds) ** 2).sum(-1)) / rounds.sum(-1)
+        return ratio, np.sqrt(((accepted - ratio[..., None] * rounds) ** 2).sum(-1)) / rounds.sum(
+            -1
+        )
 
     drawn = resampled(len(rounds_N))
     whole, error = fitted(rounds_N, accepted_N)
@@ -107,7 +118,9 @@ def percentile(rounds_N: Floats, accepted_N: Floats, gamma: int) -> Ends:
 
 
 def percentile_of_both(plain_KN: Floats, fast_KN: Floats) -> Ends:
-    """Return the interval of the speedup by the percentile bootstrap: rows and repeats are drawn independently."""
+    """Return the interval of the speedup by the percentile bootstrap: rows and repeats are drawn
+    independently.
+    """
     repeats, rows = plain_KN.shape
     drawn = resampled(repeats)[:, :, None], resampled(rows)[:, None, :]
     return percentiles(np.median(plain_KN[drawn].sum(2) / fast_KN[drawn].sum(2), axis=1))
@@ -132,15 +145,24 @@ def percentiles(values: Floats) -> Ends:
     return float(low), float(high)
 
 
-# The methods by figure. The package's own come first, and are compared with t-intervals over the repeats' logs alone.
-ACCEPTANCE = {"jackknife t": jackknife, "bootstrap t": bootstrap_t, "percentile bootstrap": percentile}
+# The methods by figure. The package's own come first, and are compared with t-intervals over the
+# repeats' logs alone.
+ACCEPTANCE = {
+    "jackknife t": jackknife,
+    "bootstrap t": bootstrap_t,
+    "percentile bootstrap": percentile,
+}
 SPEEDUP = {
     "rows and repeats t": lambda plain_KN, fast_KN: back(intervals.speedup(plain_KN, fast_KN)),
-    "repeats t": lambda plain_KN, fast_KN: back(intervals.speedup(plain_KN, fast_KN), rows_N=intervals.NONE),
+    "repeats t": lambda plain_KN, fast_KN: back(
+        intervals.speedup(plain_KN, fast_KN), rows_N=intervals.NONE
+    ),
     "percentile bootstrap": percentile_of_both,
 }
 WALL = {
-    "repeats t": lambda plain_KN, fast_KN: back(intervals.speedup_wall(plain_KN.max(1), fast_KN.max(1))),
+    "repeats t": lambda plain_KN, fast_KN: back(
+        intervals.speedup_wall(plain_KN.max(1), fast_KN.max(1))
+    ),
     "percentile bootstrap": lambda plain_KN, fast_KN: percentiles(
         np.median((plain_KN.max(1) / fast_KN.max(1))[resampled(len(plain_KN))], axis=1)
     ),
@@ -148,20 +170,33 @@ WALL = {
 FIGURES = ("acceptance", "speedup", "speedup_wall", "false alarms")
 
 
-def coverage(population: Population, studies: int, rows: int, repeats: int) -> dict[str, dict[str, float]]:
+def coverage(
+    population: Population, studies: int, rows: int, repeats: int
+) -> dict[str, dict[str, float]]:
     """Return the share of studies whose interval covers the truth, by figure and method."""
     random = np.random.default_rng([rows, repeats])
     length, rounds = truth(population)
     found = simulate(population, random, studies, rows, repeats)
-    counts = [(*one, population.gamma) for one in zip(found.rounds_SN, found.accepted_SN, strict=True)]
-    shares = {"acceptance": {name: covered(length, [of(*one) for one in counts]) for name, of in ACCEPTANCE.items()}}
+    counts = [
+        (*one, population.gamma) for one in zip(found.rounds_SN, found.accepted_SN, strict=True)
+    ]
+    shares = {
+        "acceptance": {
+            name: covered(length, [of(*one) for one in counts]) for name, of in ACCEPTANCE.items()
+        }
+    }
     if repeats < intervals.MIN_REPEATS:
         return shares
     times = list(zip(found.plain_SKN, found.fast_SKN, strict=True))
     per_round = STEP * (NEW_TOKENS - 1) / ROUND
     walls = per_round / found.rounds_SN.max(1)  # of the rows that were drawn
-    shares["speedup"] = {name: covered(per_round / rounds, [of(*one) for one in times]) for name, of in SPEEDUP.items()}
-    shares["speedup_wall"] = {name: covered(walls, [of(*one) for one in times]) for name, of in WALL.items()}
+    shares["speedup"] = {
+        name: covered(per_round / rounds, [of(*one) for one in times])
+        for name, of in SPEEDUP.items()
+    }
+    shares["speedup_wall"] = {
+        name: covered(walls, [of(*one) for one in times]) for name, of in WALL.items()
+    }
     return shares
 
 
@@ -197,7 +232,9 @@ def alarms(population: Population, studies: int, rows: int, repeats: int) -> dic
 
 
 def rows_of(studies: int) -> list[Row]:
-    """Simulate everything, and return the shares by figure and method: those of one method follow each other."""
+    """Simulate everything, and return the shares by figure and method: those of one method follow
+    each other.
+    """
     found: dict[tuple[str, str], list[Row]] = {}
     for (name, population), rows, repeats in product(POPULATIONS.items(), ROWS, REPEATS):
         shares = coverage(population, studies, rows, repeats)
@@ -206,15 +243,29 @@ def rows_of(studies: int) -> list[Row]:
             shares["false alarms"] = alarms(population, studies, rows, repeats)
         for figure, methods in shares.items():
             for method, share in methods.items():
-                row = {"figure": figure, "method": method, "documents": name, "rows": rows, "repeats": repeats}
-                found.setdefault((figure, method), []).append(row | {"studies": studies, "share": share})
-    return [row for key in sorted(found, key=lambda key: FIGURES.index(key[0])) for row in found[key]]
+                row = {
+                    "figure": figure,
+                    "method": method,
+                    "documents": name,
+                    "rows": rows,
+                    "repeats": repeats,
+                }
+                found.setdefault((figure, method), []).append(
+                    row | {"studies": studies, "share": share}
+                )
+    return [
+        row for key in sorted(found, key=lambda key: FIGURES.index(key[0])) for row in found[key]
+    ]
 
 
 def main() -> None:
     """Write the shares and the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a tenth of the studies; print the shares")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="a tenth of the studies; print the shares"
+    )
     if parser.parse_args().quick:
         columns = ("figure", "method", "documents", "rows", "repeats", "share:.1%")
         print(table(rows_of(STUDIES // 10), *columns))

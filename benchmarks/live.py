@@ -1,10 +1,12 @@
-"""The cost of live points: the share of a pass's time that is spent on counting rounds, reading and writing points.
+"""The cost of live points: the share of a pass's time that is spent on counting rounds, reading and
+writing points.
 
     python benchmarks/live.py            # the bundled pair, some seconds of decoding, without a tracker
     python benchmarks/live.py KEY=VALUE  # with other settings, such as tracker=tensorboard
 
-Every call is timed within the passes whose time it is divided by, so that a slow minute falls on both.
-"""
+Every call is timed within the passes whose time it is divided by, so that a slow minute falls on
+both.
+"""  # noqa: E501
 
 import sys
 from tempfile import TemporaryDirectory
@@ -15,7 +17,13 @@ import magicdec
 from magicdec.scenarios import compare
 from magicdec.scenarios.points import Points
 
-SETTINGS = ["batch.size=4", "batch.context_len=512", "batch.generate_len=128", "scenario.repeats=3", "tracker=[]"]
+SETTINGS = [
+    "batch.size=4",
+    "batch.context_len=512",
+    "batch.generate_len=128",
+    "scenario.repeats=3",
+    "tracker=[]",
+]
 
 
 class Timed(Points):
@@ -48,7 +56,9 @@ def main() -> int:
         lines = len((result.folder / "live.jsonl").read_text().splitlines())
     share = Timed.seconds / sum(passes)
     each = Timed.seconds / Timed.calls * 1e6
-    print(f"{share:.3%} of {sum(passes):.1f} s: {Timed.calls} calls of {each:.0f} us, {lines} lines")
+    print(
+        f"{share:.3%} of {sum(passes):.1f} s: {Timed.calls} calls of {each:.0f} us, {lines} lines"
+    )
     return int(share >= 0.01)
 
 

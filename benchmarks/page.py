@@ -12,22 +12,39 @@ from magicdec.measure.system import cpu_name
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs/results"
 # What figures depend on.
-MEASURED = ("magicdec", "conf", "benchmarks/*.py", ":!benchmarks/render.py", ":!benchmarks/charts.py", "pyproject.toml")
+MEASURED = (
+    "magicdec",
+    "conf",
+    "benchmarks/*.py",
+    ":!benchmarks/render.py",
+    ":!benchmarks/charts.py",
+    "pyproject.toml",
+)
 
 
 def setting() -> str:
     """Return the commit, the machine, its threads and its PyTorch."""
     threads = torch.get_num_threads()
-    return f"commit {commit()}, {cpu_name()}, {threads} thread{'s' if threads > 1 else ''}, PyTorch {torch.__version__}"
+    return (
+        f"commit {commit()}, {cpu_name()}, {threads} thread{'s' if threads > 1 else ''}, PyTorch"
+        f" {torch.__version__}"
+    )
 
 
 def commit() -> str:
-    """Return the last commit that changed what figures depend on, with `-dirty` if those files have changes."""
+    """Return the last commit that changed what figures depend on, with `-dirty` if those files have
+    changes.
+    """
     log = ["git", "log", "-1", "--format=%h", "--", *MEASURED]
     status = ["git", "status", "--porcelain", "--untracked-files=no", "--", *MEASURED]
     try:
-        name, changed = (subprocess.check_output(git, cwd=ROOT, text=True).strip() for git in (log, status))
-    except (OSError, subprocess.CalledProcessError):  # a copy of the files alone, or a machine without git
+        name, changed = (
+            subprocess.check_output(git, cwd=ROOT, text=True).strip() for git in (log, status)
+        )
+    except (
+        OSError,
+        subprocess.CalledProcessError,
+    ):  # a copy of the files alone, or a machine without git
         return "unknown"
     return f"{name}-dirty" if changed else name
 

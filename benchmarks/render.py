@@ -1,13 +1,14 @@
-"""Render the pages of docs/results and docs/predictions, and their charts, from the CSV files next to them.
+"""Render the pages of docs/results and docs/predictions, and their charts, from the CSV files next
+to them.
 
     python benchmarks/render.py                   # all pages; needs altair
     python benchmarks/render.py cpu smollm2       # these
     python benchmarks/render.py cpu --runs runs   # measured again: first writes cpu.csv from the runs of its sweep
 
-A page is a Jinja template in benchmarks/pages/: prose, with tables and charts of the rows of CSV files. tables.yaml
-says which runs a CSV file is made from; a few programs that measure write theirs. Comments on a result are written into
-the template.
-"""
+A page is a Jinja template in benchmarks/pages/: prose, with tables and charts of the rows of CSV
+files. tables.yaml says which runs a CSV file is made from; a few programs that measure write
+theirs. Comments on a result are written into the template.
+"""  # noqa: E501
 
 import argparse
 import csv
@@ -41,7 +42,10 @@ def write_csv(path: Path, rows: Sequence[Row]) -> None:
 
 def rounded(row: Row) -> Row:
     """Return a row whose floats have six significant digits."""
-    return {key: float(f"{value:.6g}") if isinstance(value, float) else value for key, value in row.items()}
+    return {
+        key: float(f"{value:.6g}") if isinstance(value, float) else value
+        for key, value in row.items()
+    }
 
 
 def read_csv(path: Path) -> list[Row]:
@@ -64,7 +68,9 @@ def _value(text: str) -> Any:
 
 
 def training(folder: str) -> list[Row]:
-    """Return the acceptance of a trained head on held-out text, for each time that it was measured and kind of text."""
+    """Return the acceptance of a trained head on held-out text, for each time that it was measured
+    and kind of text.
+    """
     curve = json.loads((ROOT / folder / "training.json").read_text())["held_out"]
     return [
         {"minutes": point["minutes"], "tokens": point["tokens"], "text": text, "acceptance": share}
@@ -74,7 +80,8 @@ def training(folder: str) -> list[Row]:
 
 
 def table(rows: Iterable[Row], *columns: str) -> str:
-    """Return a table in Markdown. A column is `label=key:format`; the label alone where it is also the key.
+    """Return a table in Markdown. A column is `label=key:format`; the label alone where it is also
+    the key.
 
     A column that no row has is left out.
     """
@@ -86,7 +93,8 @@ def table(rows: Iterable[Row], *columns: str) -> str:
 
 
 def pivot(rows: Iterable[Row], index: Sequence[str], column: str, value: str) -> str:
-    """Return a table with a line for each combination of `index` and a column for each value of `column`.
+    """Return a table with a line for each combination of `index` and a column for each value of
+    `column`.
 
     `value` is a format of the row's keys: `{speedup:.2f}x, {policy}`.
     """
@@ -125,7 +133,10 @@ def span(values: Iterable[float | None], form: str = ".2f", unit: str = "x") -> 
 def ahead(ratios: Iterable[float | None], form: str = ".2f") -> str:
     """Return how many ratios are at least 1, their range and their median."""
     known = [ratio for ratio in ratios if ratio is not None]
-    return f"{sum(r >= 1 for r in known)} of {len(known)} cells ({span(known, form)}, median {median(known):{form}}x)"
+    return (
+        f"{sum(r >= 1 for r in known)} of {len(known)} cells ({span(known, form)}, median"
+        f" {median(known):{form}}x)"
+    )
 
 
 def measured_by(*tables: Iterable[Row]) -> str:
@@ -134,18 +145,24 @@ def measured_by(*tables: Iterable[Row]) -> str:
     for row in (row for rows in tables for row in rows):
         commit, _, machine = row["measured_by"].removeprefix("commit ").partition(", ")
         commits.setdefault(machine, {})[commit] = None
-    return "; ".join(f"commit{'s' * (len(of) > 1)} {' '.join(of)}, {machine}" for machine, of in commits.items())
+    return "; ".join(
+        f"commit{'s' * (len(of) > 1)} {' '.join(of)}, {machine}" for machine, of in commits.items()
+    )
 
 
 def measured(rows: Sequence[Row], sweep: str, program: str) -> str:
-    """Return a sentence on what has measured rows: a sweep, or a program that a sweep has replaced."""
+    """Return a sentence on what has measured rows: a sweep, or a program that a sweep has
+    replaced.
+    """
     command = f"`python launch.py -m +sweeps={sweep}`"
     if "run" in rows[0]:
         return f"Measured by {command}, {measured_by(rows)}."
     return f"Measured by `benchmarks/{program}` of {measured_by(rows)}, which {command} replaces."
 
 
-def chart(file: Path, draw: bool, rows: Sequence[Row], x: str, y: str, alt: str, **options: Any) -> str:
+def chart(
+    file: Path, draw: bool, rows: Sequence[Row], x: str, y: str, alt: str, **options: Any
+) -> str:
     """Draw a chart next to the page and return the line of Markdown that shows it."""
     if draw:
         from charts import draw_chart
@@ -157,7 +174,9 @@ def chart(file: Path, draw: bool, rows: Sequence[Row], x: str, y: str, alt: str,
 def render(name: str, draw: bool = True) -> str:
     """Return a page's text, and draw its charts."""
     folder = page_of(name).parent
-    environment = Environment(loader=FileSystemLoader(PAGES), undefined=StrictUndefined, trim_blocks=True)
+    environment = Environment(
+        loader=FileSystemLoader(PAGES), undefined=StrictUndefined, trim_blocks=True
+    )
     environment.filters |= {"mean": fmean, "combine": dict, "label": labelled}
     environment.filters |= {filter.__name__: filter for filter in (median, groups, spread)}
     helpers: tuple[Callable, ...] = (table, pivot, span, ahead, measured_by, measured, training)
@@ -168,7 +187,9 @@ def render(name: str, draw: bool = True) -> str:
     def drawn(picture: str, *args: Any, **options: Any) -> str:
         return chart(folder / f"{picture}.png", draw, *args, **options)
 
-    text = environment.get_template(f"{name}.md").render({one.__name__: one for one in helpers}, read=read, chart=drawn)
+    text = environment.get_template(f"{name}.md").render(
+        {one.__name__: one for one in helpers}, read=read, chart=drawn
+    )
     return "\n\n".join(filled(block) for block in re.split(r"\n\s*\n", text.strip())) + "\n"
 
 
@@ -188,7 +209,10 @@ def groups(rows: Iterable[Row], *keys: str) -> list[tuple[Any, list[Row]]]:
     def key(row: Row) -> tuple:
         return tuple(row[name] for name in keys)
 
-    return [(found[0] if len(keys) == 1 else found, list(members)) for found, members in groupby(rows, key)]
+    return [
+        (found[0] if len(keys) == 1 else found, list(members))
+        for found, members in groupby(rows, key)
+    ]
 
 
 def labelled(rows: Iterable[Row], key: str, form: str) -> list[Row]:
@@ -197,10 +221,14 @@ def labelled(rows: Iterable[Row], key: str, form: str) -> list[Row]:
 
 
 def spread(rows: Iterable[Row], key: str, *index: str) -> list[Row]:
-    """Return a row for each combination of `index`, with the values of its rows as `{their key}_{name}`."""
+    """Return a row for each combination of `index`, with the values of its rows as `{their
+    key}_{name}`.
+    """
     lines: dict[tuple, Row] = {}
     for row in rows:
-        line = lines.setdefault(tuple(row[name] for name in index), {name: row[name] for name in index})
+        line = lines.setdefault(
+            tuple(row[name] for name in index), {name: row[name] for name in index}
+        )
         line |= {f"{row[key]}_{name}": value for name, value in row.items()}
     return list(lines.values())
 
@@ -222,9 +250,13 @@ def write(name: str) -> None:
 
 def main() -> None:
     """Write pages."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(names())}")
-    parser.add_argument("--runs", type=Path, metavar="FOLDER", help="a run store: make the CSV files from it first")
+    parser.add_argument(
+        "--runs", type=Path, metavar="FOLDER", help="a run store: make the CSV files from it first"
+    )
     arguments = parser.parse_args()
     for name in arguments.names or names():
         for table_name, rows in tables(name, arguments.runs) if arguments.runs else ():

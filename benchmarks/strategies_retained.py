@@ -1,10 +1,12 @@
-"""Measure how much of the attention each policy retains, layer by layer: why some are accepted more often.
+"""Measure how much of the attention each policy retains, layer by layer: why some are accepted more
+often.
 
     python benchmarks/strategies_retained.py            # minutes; writes docs/results/strategies_retained.csv
 
-The first decoding step of every row attends to everything; each choice of entries is held against that attention. Mean
-over rows and KV heads. `pages` is the best that pages of the same size could do.
-"""
+The first decoding step of every row attends to everything; each choice of entries is held against
+that attention. Mean over rows and KV heads. `pages` is the best that pages of the same size could
+do.
+"""  # noqa: E501
 
 from dataclasses import replace
 from statistics import fmean
@@ -30,12 +32,15 @@ from magicdec.tracking.progress import progress
 
 SIZES = ["batch.size=8", "batch.context_len=8192", "hardware=cpu"]
 BUDGETS = (64, 128, 256, 512)
-POLICIES = (("topk", 0), ("quest", 4), ("quest", 8), ("quest", 16), ("verify_guided", 0))  # with their page sizes
+# With their page sizes.
+POLICIES = (("topk", 0), ("quest", 4), ("quest", 8), ("quest", 16), ("verify_guided", 0))
 NUM_SINK = 4
 
 
 class Queries(ReplayedCache):
-    """A cache that records the queries of a forward pass and the attention (B, K, S) that they pay, layer by layer."""
+    """A cache that records the queries of a forward pass and the attention (B, K, S) that they pay,
+    layer by layer.
+    """
 
     def attend(self, layer: int, q_BTHD: Tensor, attention: Attention, plan: Any) -> Tensor:
         """See KVCache.attend."""
@@ -70,7 +75,10 @@ def retained(engine: NativeEngine, decoder: Decoder, budget: int) -> dict[str, l
             pages_LBKP = scores_LBKS.unflatten(-1, (-1, size)).sum(-1)
             first = pages_LBKP.topk(budget // size, dim=-1).indices[..., None] * size
             slots[f"best pages of {size}"] = list((first + torch.arange(size)).flatten(-2))
-    return {name: [share(*pair) for pair in zip(scores_LBKS, chosen, strict=True)] for name, chosen in slots.items()}
+    return {
+        name: [share(*pair) for pair in zip(scores_LBKS, chosen, strict=True)]
+        for name, chosen in slots.items()
+    }
 
 
 def share(scores_BKS: Tensor, slots_BKN: Tensor) -> float:
@@ -89,7 +97,12 @@ def main() -> None:
     for budget in BUDGETS:
         for name, layers in retained(engine, decoder, budget).items():
             shares = {f"layer_{i}": round(value, 4) for i, value in enumerate(layers)}
-            row = {"data": "stdlib", "choice": name, "budget": budget, "mean": round(fmean(layers), 4)} | shares
+            row = {
+                "data": "stdlib",
+                "choice": name,
+                "budget": budget,
+                "mean": round(fmean(layers), 4),
+            } | shares
             rows.append(row | {"measured_by": f"{setting()}, attention={plan.config.attention}"})
             print(*rows[-1].values(), flush=True)
     write_csv(RESULTS / "strategies_retained.csv", rows)

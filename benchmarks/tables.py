@@ -15,26 +15,39 @@ from magicdec.tracking.report.rows import read_rows
 Row = dict[str, Any]
 WAYS = ("autoregressive", "speculative")
 TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
-FILTERS = {"s": lambda ms: ms / 1e3, "half": lambda width: width / 2, "first": itemgetter(0), "last": itemgetter(-1)}
+FILTERS = {
+    "s": lambda ms: ms / 1e3,
+    "half": lambda width: width / 2,
+    "first": itemgetter(0),
+    "last": itemgetter(-1),
+}
 
 
 def tables(page: str, runs_dir: Path) -> Iterator[tuple[str, list[Row]]]:
-    """Yield the name and the rows of each CSV file of a page, from the runs of its sweep in this store.
+    """Yield the name and the rows of each CSV file of a page, from the runs of its sweep in this
+    store.
 
-    Leave out a file if the store has no runs for it. Raise UserError if it holds none of the page's sweeps.
+    Leave out a file if the store has no runs for it. Raise UserError if it holds none of the page's
+    sweeps.
     """
     missing: list[UserError] = []
     of_page = {name: wanted for name, wanted in TABLES.items() if wanted["page"] == page}
     for name, wanted in of_page.items():
         try:
-            runs = [run for run in read_rows(runs_dir, wanted.get("sweep")) if run["status"] == "done"]
+            runs = [
+                run for run in read_rows(runs_dir, wanted.get("sweep")) if run["status"] == "done"
+            ]
         except UserError as error:
             missing.append(error)
             continue
         where = wanted.get("where", {})
         chosen = (run for run in runs if where.items() <= run.items())
         if wanted.get("cells"):
-            chosen = (run | line for run in chosen for line in read_lines(Path(run["folder"]) / "history.jsonl", ROW))
+            chosen = (
+                run | line
+                for run in chosen
+                for line in read_lines(Path(run["folder"]) / "history.jsonl", ROW)
+            )
         rows = list(rows_of(chosen, wanted["columns"]))
         if not rows:
             continue
@@ -51,7 +64,10 @@ def rows_of(runs: Iterable[Row], columns: Mapping[str, str]) -> Iterator[Row]:
     for run in runs:
         for way in WAYS if by_way else ("",):
             if not by_way or f"{way}/tokens_per_second" in run:
-                row = {column: _value(run | {way: way}, key.format(way=way)) for column, key in columns.items()}
+                row = {
+                    column: _value(run | {way: way}, key.format(way=way))
+                    for column, key in columns.items()
+                }
                 yield row | {"run": run["id"], "measured_by": measured_by(run)}
 
 
@@ -67,4 +83,7 @@ def _value(run: Row, key: str) -> Any:
 def measured_by(run: Row) -> str:
     """Return the commit, the machine and the software of a run."""
     commit = f"{run.get('commit') or 'unknown':.7}{'-dirty' if run.get('commit_dirty') else ''}"
-    return f"commit {commit}, {run.get('device')}, PyTorch {run['torch']}, attention={run.get('attention')}"
+    return (
+        f"commit {commit}, {run.get('device')}, PyTorch {run['torch']},"
+        f" attention={run.get('attention')}"
+    )

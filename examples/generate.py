@@ -1,4 +1,5 @@
-"""Generate text with speculation, and compare the time per token with that of autoregressive decoding.
+"""Generate text with speculation, and compare the time per token with that of autoregressive
+decoding.
 
 python examples/generate.py
 """
@@ -10,7 +11,9 @@ PROMPT = "def __init__(self, name):\n    self.name = "
 
 def main() -> None:
     """Decode one prompt both ways."""
-    with magicdec.load("tiny", draft="self", cache="streaming", budget=256, progress=False) as model:
+    with magicdec.load(
+        "tiny", draft="self", cache="streaming", budget=256, progress=False
+    ) as model:
         fast = model.generate(PROMPT, max_tokens=48)[0]
         plain = model.generate(PROMPT, max_tokens=48, gamma=0)[0]
     print(fast.text)

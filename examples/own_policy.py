@@ -29,7 +29,9 @@ class SpreadCache(CompactCache):
     def select(self, layer: int, source: object, scores_LBKS: object) -> torch.Tensor:
         """Return the positions of these entries, the same for all KV heads: (B, 1, F)."""
         older_B1 = (source.seqlens_B.long()[:, None] - self.window).clamp(min=0)
-        return (torch.arange(self.num_fixed, device=older_B1.device) * older_B1 // self.num_fixed)[:, None]
+        return (torch.arange(self.num_fixed, device=older_B1.device) * older_B1 // self.num_fixed)[
+            :, None
+        ]
 
 
 if __name__ == "__main__":

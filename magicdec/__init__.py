@@ -1,4 +1,5 @@
-"""MagicDec: speculative decoding for long contexts and large batches, as a config-driven experiment framework.
+"""MagicDec: speculative decoding for long contexts and large batches, as a config-driven experiment
+framework.
 
 The Python API is in magicdec/api.py, and described in docs/python.md.
 """
@@ -12,7 +13,17 @@ from magicdec.version import VERSION
 if TYPE_CHECKING:
     from magicdec.api import Result, UserError, histories, load, predict, run, runs, study
 
-__all__ = ["Result", "UserError", "__version__", "histories", "load", "predict", "run", "runs", "study"]
+__all__ = [
+    "Result",
+    "UserError",
+    "__version__",
+    "histories",
+    "load",
+    "predict",
+    "run",
+    "runs",
+    "study",
+]
 __version__ = VERSION
 
 threads.set_defaults()  # PyTorch, which reads them once, is imported later

@@ -1,7 +1,8 @@
-"""magicdec for Python programs and notebooks: generate text, run experiments, read their results, predict.
+"""magicdec for Python programs and notebooks: generate text, run experiments, read their results,
+predict.
 
-The functions take the configuration of the command line: the usual keys as arguments, all others as `overrides`. All of
-them are attributes of the package, as in `magicdec.load`.
+The functions take the configuration of the command line: the usual keys as arguments, all others as
+`overrides`. All of them are attributes of the package, as in `magicdec.load`.
 """
 
 import re
@@ -68,15 +69,25 @@ def load(
 ) -> "Model":
     """Load a target and its draft, ready to generate.
 
-    `target` and `draft_model` are options of conf/target, or checkpoints: a path or a hub id with a slash in it.
-    `batch_size` prompts are decoded together, each of up to batch.context_len + batch.generate_len tokens with its
-    continuation. None means as in conf/. Raise UserError for mistakes, and where memory does not suffice.
+    `target` and `draft_model` are options of conf/target, or checkpoints: a path or a hub id with a
+    slash in it. `batch_size` prompts are decoded together, each of up to batch.context_len +
+    batch.generate_len tokens with its continuation. None means as in conf/. Raise UserError for
+    mistakes, and where memory does not suffice.
     """
-    from magicdec.scenarios.serve import served  # here, because predicting and reading runs must not wait for PyTorch
+    # Here, because predicting and reading runs must not wait for PyTorch.
+    from magicdec.scenarios.serve import served
     from magicdec.serving.model import Model
 
-    typed = _typed(draft=draft, cache=cache, budget=budget, gamma=gamma, attention=attention, device=device)
-    typed += _typed(dtype=dtype, batch_size=batch_size, context_len=context_len, temperature=temperature, seed=seed)
+    typed = _typed(
+        draft=draft, cache=cache, budget=budget, gamma=gamma, attention=attention, device=device
+    )
+    typed += _typed(
+        dtype=dtype,
+        batch_size=batch_size,
+        context_len=context_len,
+        temperature=temperature,
+        seed=seed,
+    )
     typed = [*_models(target, draft_model), *typed, *_listed(overrides)]
 
     def display() -> Any:
@@ -85,12 +96,16 @@ def load(
     with display() as bars:
         plan, slots, tokenizer = served(typed, bars)
     title = described_models(to_dict(plan.config))
-    return Model(slots, tokenizer, display, f"{title}; {slots.num_slots} slots of {slots.max_len:,} tokens")
+    return Model(
+        slots, tokenizer, display, f"{title}; {slots.num_slots} slots of {slots.max_len:,} tokens"
+    )
 
 
 @dataclass(frozen=True)
 class Result:
-    """A stored run. `metrics` is what result.json holds, `history` and `generations` the lines of their files."""
+    """A stored run. `metrics` is what result.json holds, `history` and `generations` the lines of
+    their files.
+    """
 
     folder: Path
     metrics: dict[str, Any] = field(repr=False)
@@ -106,15 +121,23 @@ def run(overrides: Sequence[str] = ()) -> Result:
 def study(cells: Sequence[Sequence[str]]) -> list[Result]:
     """Do what a sweep over these lists of overrides does, in this process and in this order.
 
-    Neighbours that agree in target, device, data and batch share loaded weights and prefilled prompts (`sweep.share`).
-    A cell that this software has done before is not repeated. The first that fails ends the study with its exception;
-    the results of those before it are stored.
+    Neighbours that agree in target, device, data and batch share loaded weights and prefilled
+    prompts (`sweep.share`). A cell that this software has done before is not repeated. The first
+    that fails ends the study with its exception; the results of those before it are stored.
     """
     configs = [compose(_listed(overrides)) for overrides in cells]  # mistakes before work
     started = f"{datetime.now():%Y-%m-%d_%H-%M-%S-%f}"
     try:
         return [
-            _result(config, Job(tuple(overrides), Path(config.runs_dir, "sweeps", f"{started}_study"), number, True))
+            _result(
+                config,
+                Job(
+                    tuple(overrides),
+                    Path(config.runs_dir, "sweeps", f"{started}_study"),
+                    number,
+                    True,
+                ),
+            )
             for number, (config, overrides) in enumerate(zip(configs, cells, strict=True))
         ]
     finally:
@@ -126,24 +149,31 @@ def _result(config: Config, job: Job) -> Result:
         raise UserError("sweep.dry_run=true: a dry run has no result")
     metrics = run_scenario(config, job)
     folder = Path(config.runs_dir, metrics["id"])
-    generations, history = (read_lines(folder / f"{name}.jsonl", ROW) for name in ("generations", "history"))
+    generations, history = (
+        read_lines(folder / f"{name}.jsonl", ROW) for name in ("generations", "history")
+    )
     return Result(folder, metrics, generations, history)
 
 
 def runs(runs_dir: str | Path = "runs", sweep: str | None = None) -> "DataFrame":
-    """Return a row per stored run, as the report has it: settings (cache.budget) and metrics (speedup).
+    """Return a row per stored run, as the report has it: settings (cache.budget) and metrics
+    (speedup).
 
-    `sweep` is the name of a sweep, whose runs alone are read. Columns have nullable types. Raise UserError where there
-    are no runs.
+    `sweep` is the name of a sweep, whose runs alone are read. Columns have nullable types. Raise
+    UserError where there are no runs.
     """
     return _frame(read_rows(runs_dir, sweep))
 
 
 def histories(runs_dir: str | Path = "runs", sweep: str | None = None) -> "DataFrame":
-    """Return the lines of the runs' history.jsonl: a row per round, with the run's id. See `runs`."""
+    """Return the lines of the runs' history.jsonl: a row per round, with the run's id. See
+    `runs`.
+    """
     found, _ = read_runs(runs_dir, sweep)
     files = {run["id"]: Path(run["folder"], "history.jsonl") for run in found}
-    return _frame([{"id": run} | line for run, path in files.items() for line in read_lines(path, ROW)])
+    return _frame(
+        [{"id": run} | line for run, path in files.items() for line in read_lines(path, ROW)]
+    )
 
 
 def predict(
@@ -160,11 +190,15 @@ def predict(
     alpha: float | None = None,
     overrides: Sequence[str] = (),
 ) -> Prediction:
-    """Predict a configuration by the cost model, as scenario=predict does, without weights or a GPU.
+    """Predict a configuration by the cost model, as scenario=predict does, without weights or a
+    GPU.
 
-    Without `alpha`, acceptance is looked up in the runs of runs_dir and in published ones. None means as in conf/.
+    Without `alpha`, acceptance is looked up in the runs of runs_dir and in published ones. None
+    means as in conf/.
     """
-    typed = _typed(hardware=hardware, draft=draft, cache=cache, budget=budget, gammas=gammas, alpha=alpha)
+    typed = _typed(
+        hardware=hardware, draft=draft, cache=cache, budget=budget, gammas=gammas, alpha=alpha
+    )
     typed += _typed(batch_size=batch_size, context_len=context_len)
     typed = [*_models(target, draft_model), *typed, *_listed(overrides)]
     config = compose(["scenario=predict", *typed])
@@ -175,7 +209,10 @@ def predict(
 def _models(target: str | Path, draft: str | Path | None) -> list[str]:
     """Return the overrides that choose the models: by option, or by path."""
     typed = []
-    for group, key, model in (("target", "target", target), ("target@draft.model", "draft.model", draft)):
+    for group, key, model in (
+        ("target", "target", target),
+        ("target@draft.model", "draft.model", draft),
+    ):
         if isinstance(model, Path) or (model is not None and re.search(r"[/\\]", model)):
             typed += [override(group, "custom"), override(f"{key}.path", str(model))]
         elif model is not None:
@@ -185,17 +222,22 @@ def _models(target: str | Path, draft: str | Path | None) -> list[str]:
 
 def _typed(**given: Any) -> list[str]:
     """Return arguments as overrides; None is left out."""
-    return [override(KEYS.get(name, name), value) for name, value in given.items() if value is not None]
+    return [
+        override(KEYS.get(name, name), value) for name, value in given.items() if value is not None
+    ]
 
 
 def _listed(overrides: Sequence[str]) -> Sequence[str]:
-    """Return the overrides. Raise UserError for a single string, which would be read as a list of characters."""
+    """Return the overrides. Raise UserError for a single string, which would be read as a list of
+    characters.
+    """
     if isinstance(overrides, str):
         raise UserError(f"overrides={overrides!r}: must be a list, as in [{overrides!r}]")
     return overrides
 
 
 def _frame(rows: list[dict[str, Any]]) -> "DataFrame":
-    from magicdec.tracking.report.query import table  # here, because only these functions need pandas
+    # Here, because only these functions need pandas.
+    from magicdec.tracking.report.query import table
 
     return table(rows)

@@ -12,7 +12,8 @@ from magicdec.errors import UserError
 from magicdec.rules import STRICT, number, whole
 
 LONGEST = (1 << 31) - 1  # positions and lengths are int32
-# The upper bounds are far beyond any model's: they refuse a broken file before it takes memory or time.
+# The upper bounds are far beyond any model's: they refuse a broken file before it takes memory or
+# time.
 Tokens = Annotated[int, whole(1, LONGEST)]
 TokenId = Annotated[int, whole(0, LONGEST)]
 Vocabulary = Annotated[int, whole(1, 1 << 24)]
@@ -36,8 +37,9 @@ ROPE_KINDS: dict[str, tuple[str, ...]] = {
 class RopeScaling:
     """The scaling of rotary frequencies beyond the pretraining context.
 
-    `linear` divides positions by `factor` (Chen et al. 2023); `llama3` and `yarn` (Peng et al. 2023) blend scaled and
-    unscaled frequencies by wavelength. Fields that a kind does not use stay None.
+    `linear` divides positions by `factor` (Chen et al. 2023); `llama3` and `yarn` (Peng et al.
+    2023) blend scaled and unscaled frequencies by wavelength. Fields that a kind does not use stay
+    None.
     """
 
     kind: str  # a key of ROPE_KINDS
@@ -52,7 +54,9 @@ class RopeScaling:
 
     def __post_init__(self) -> None:
         if self.kind not in ROPE_KINDS:
-            raise UserError(f"rope scaling {self.kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}")
+            raise UserError(
+                f"rope scaling {self.kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}"
+            )
         for name in ROPE_KINDS[self.kind]:
             if getattr(self, name) is None:
                 raise UserError(f"rope scaling {self.kind} needs {name}")
@@ -88,11 +92,18 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
-            raise UserError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
+            raise UserError(
+                f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"
+            )
         if self.head_dim % 2:
-            raise UserError(f"head_dim={self.head_dim} must be even: rotary embeddings turn pairs of features")
+            raise UserError(
+                f"head_dim={self.head_dim} must be even: rotary embeddings turn pairs of features"
+            )
         if max(self.sliding_layers, default=0) >= self.num_layers:
-            raise UserError(f"sliding layer {max(self.sliding_layers)}: there are {self.num_layers} layers, from 0")
+            raise UserError(
+                f"sliding layer {max(self.sliding_layers)}: there are {self.num_layers} layers,"
+                " from 0"
+            )
 
     @property
     def group_size(self) -> int:
@@ -154,16 +165,24 @@ class ModelConfig:
         return self.sliding_window if layer in self.sliding_layers else None
 
 
-def check_ranks(target: ModelConfig, ranks: int, draft: ModelConfig | None = None, draft_ranks: int = 1) -> None:
-    """Raise UserError, with the valid numbers, if target or draft cannot be divided over their ranks."""
+def check_ranks(
+    target: ModelConfig, ranks: int, draft: ModelConfig | None = None, draft_ranks: int = 1
+) -> None:
+    """Raise UserError, with the valid numbers, if target or draft cannot be divided over their
+    ranks.
+    """
     for config, own, key in ((target, ranks, "hardware"), (draft, draft_ranks, "draft")):
         if config is None:
             return
         if ranks % own:
-            raise UserError(f"{key}.tensor_parallel={own}: must divide the target's hardware.tensor_parallel={ranks}")
+            raise UserError(
+                f"{key}.tensor_parallel={own}: must divide the target's"
+                f" hardware.tensor_parallel={ranks}"
+            )
         if not config.divides(own):
             valid = ", ".join(str(n) for n in range(1, config.num_heads + 1) if config.divides(n))
             raise UserError(
-                f"{key}.tensor_parallel={own}: {config.num_heads} query heads, {config.num_kv_heads} KV heads and "
-                f"{config.intermediate_size} MLP features cannot be divided so; valid: {valid}"
+                f"{key}.tensor_parallel={own}: {config.num_heads} query heads,"
+                f" {config.num_kv_heads} KV heads and {config.intermediate_size} MLP features"
+                f" cannot be divided so; valid: {valid}"
             )

@@ -4,10 +4,11 @@
     magicdec audit outputs.jsonl target=llama-3.1-8b hardware=h100 --engine-dtype bfloat16
 
 A line of the file is one row of greedy outputs: {"prompt": TEXT or [ids], "autoregressive": [ids],
-"speculative": [ids]} and, as a control, "again": [ids], which the engine has written a second time without
-speculation. Every row is fed through the target again. The first token that differs is a near-tie, which the order of
-floating-point sums may decide, or a defect: the target would not write it. So is such a token behind a near-tie.
-"""
+"speculative": [ids]} and, as a control, "again": [ids], which the engine has written a second time
+without speculation. Every row is fed through the target again. The first token that differs is a
+near-tie, which the order of floating-point sums may decide, or a defect: the target would not write
+it. So is such a token behind a near-tie.
+"""  # noqa: E501
 
 import argparse
 import sys
@@ -53,7 +54,9 @@ class Line:
 
 
 class Judged(NamedTuple):
-    """The target's judgement of each token of an output: whether it rejects the token, and the gap in logits."""
+    """The target's judgement of each token of an output: whether it rejects the token, and the gap
+    in logits.
+    """
 
     outside: list[float]
     gaps: list[float]
@@ -63,7 +66,8 @@ class Difference(NamedTuple):
     """The first difference of an output from the baseline."""
 
     at: int
-    gaps: tuple[float, float] | None  # of the baseline's token and the output's to the largest logit; of an end: None
+    # Of the baseline's token and the output's to the largest logit; of an end: None.
+    gaps: tuple[float, float] | None
     why: str
     verdict: str
 
@@ -82,11 +86,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         "magicdec audit", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("outputs", type=Path, help="folder of a run, or a JSONL file")
-    parser.add_argument("override", nargs="*", help="KEY=VALUE: the target, and the machine that decodes again")
+    parser.add_argument(
+        "override", nargs="*", help="KEY=VALUE: the target, and the machine that decodes again"
+    )
     types = ("float32", "bfloat16", "float16")
     of_engine = "what the engine computed in; default: that of the run, or hardware.dtype"
     parser.add_argument("--engine-dtype", choices=types, help=of_engine)
-    parser.add_argument("--rows", type=int, default=8, metavar="N", help="rows to decode again at a time (8)")
+    parser.add_argument(
+        "--rows", type=int, default=8, metavar="N", help="rows to decode again at a time (8)"
+    )
     arguments = parser.parse_args(argv)
     return exit_code(lambda: _audit(arguments))
 
@@ -106,7 +114,11 @@ def _audit(arguments: argparse.Namespace) -> int:
     if run and run["config"].get("sampling", {}).get("temperature"):
         raise UserError(f"{path}: was sampled; only greedy outputs can be compared token by token")
     typed: list[str] = arguments.override
-    own = _overrides_of(run["config"], any(text.startswith("target=") for text in typed)) if run else []
+    own = (
+        _overrides_of(run["config"], any(text.startswith("target=") for text in typed))
+        if run
+        else []
+    )
     engine_dtype = arguments.engine_dtype or (run["config"]["hardware"]["dtype"] if run else None)
     with progress() as bars:
         found = list(judged(lines, [*own, *typed], engine_dtype, arguments.rows, bars))
@@ -114,23 +126,39 @@ def _audit(arguments: argparse.Namespace) -> int:
 
 
 def _overrides_of(config: dict[str, Any], has_target: bool) -> list[str]:
-    """Return the overrides that choose the type of a run and its whole target, unless another one is chosen."""
+    """Return the overrides that choose the type of a run and its whole target, unless another one
+    is chosen.
+    """
     target = {} if has_target else config["target"]
-    keys = {"hardware.dtype": config["hardware"]["dtype"]} | {f"target.{key}": value for key, value in target.items()}
-    return [*([] if has_target else ["target=custom"]), *(override(key, value) for key, value in keys.items())]
+    keys = {"hardware.dtype": config["hardware"]["dtype"]} | {
+        f"target.{key}": value for key, value in target.items()
+    }
+    return [
+        *([] if has_target else ["target=custom"]),
+        *(override(key, value) for key, value in keys.items()),
+    ]
 
 
 def judged(
-    lines: Sequence[Line], overrides: Sequence[str], engine_dtype: str | None, num_rows: int, progress: Progress
+    lines: Sequence[Line],
+    overrides: Sequence[str],
+    engine_dtype: str | None,
+    num_rows: int,
+    progress: Progress,
 ) -> Iterator[Row]:
     """Feed all rows through the target, a few at a time, and compare their outputs."""
     longest = max(2, *(len(tokens) for line in lines for tokens in outputs(line).values()))
-    sizes = [f"batch.size={min(num_rows, len(lines))}", f"batch.generate_len={longest}", "draft=none"]
+    sizes = [
+        f"batch.size={min(num_rows, len(lines))}",
+        f"batch.generate_len={longest}",
+        "draft=none",
+    ]
     plan = resolve(compose([*sizes, *overrides]))
     texts = any(isinstance(line.prompt, str) for line in lines)
     tokenizer: Any = build.tokenizer(plan) if texts else None
     prompts = [
-        encode_prompt(tokenizer, one.prompt) if isinstance(one.prompt, str) else one.prompt or [] for one in lines
+        encode_prompt(tokenizer, one.prompt) if isinstance(one.prompt, str) else one.prompt or []
+        for one in lines
     ]
     _check(plan, lines, prompts)
     engine = build.engine(plan, progress)
@@ -152,7 +180,9 @@ def _check(plan: Plan, lines: Sequence[Line], prompts: Sequence[Sequence[int]]) 
     size = plan.target.config.vocab_size
     for row, (line, prompt) in enumerate(zip(lines, prompts, strict=True)):
         if max(map(max, (prompt, *outputs(line).values()))) >= size:
-            raise UserError(f"row {row}: holds a token outside of the target's vocabulary of {size:,}")
+            raise UserError(
+                f"row {row}: holds a token outside of the target's vocabulary of {size:,}"
+            )
     fits.check(plan, int(plan.config.batch.size), max(map(len, prompts)))
 
 
@@ -170,12 +200,16 @@ def _of_batch(
         tokens, judged = outputs(line), {way: Judged(*scores[way][row]) for way in WAYS}
         base = judged[BASELINE]
         found = {
-            way: compared(line.autoregressive, tokens[way], base, judged[way]) for way in WAYS[1:] if way in tokens
+            way: compared(line.autoregressive, tokens[way], base, judged[way])
+            for way in WAYS[1:]
+            if way in tokens
         }
         yield Row(first + row, any(base.outside), found)
 
 
-def compared(baseline: list[int], tokens: list[int], before: Judged, after: Judged) -> Difference | None:
+def compared(
+    baseline: list[int], tokens: list[int], before: Judged, after: Judged
+) -> Difference | None:
     """Return where an output leaves the baseline, and what that is; None if they are equal."""
     pairs = enumerate(zip_longest(baseline, tokens))
     at = next((at for at, (expected, token) in pairs if expected != token), None)
@@ -188,7 +222,11 @@ def compared(baseline: list[int], tokens: list[int], before: Judged, after: Judg
         return Difference(at, gaps, "", DEFECT)
     if not any(before.outside):
         late = next((n for n, is_outside in enumerate(after.outside) if is_outside), None)
-        return Difference(at, gaps, "", NEAR_TIE) if late is None else Difference(at, gaps, f"at token {late}", DEFECT)
+        return (
+            Difference(at, gaps, "", NEAR_TIE)
+            if late is None
+            else Difference(at, gaps, f"at token {late}", DEFECT)
+        )
     return Difference(at, gaps, "foreign baseline", UNKNOWN)
 
 
@@ -203,7 +241,11 @@ def _show(rows: Sequence[Row]) -> int:
             if one:
                 gaps = [f"{gap:.3g}" for gap in one.gaps or ()] or ["", ""]
                 table.add_row(
-                    str(row.number), way, str(one.at), *gaps, one.verdict + (f": {one.why}" if one.why else "")
+                    str(row.number),
+                    way,
+                    str(one.at),
+                    *gaps,
+                    one.verdict + (f": {one.why}" if one.why else ""),
                 )
     if table.row_count:
         console.print(table)
@@ -214,8 +256,8 @@ def _show(rows: Sequence[Row]) -> int:
             console.print(f"{title}, {counted(counts.total(), 'row')}: {said}", soft_wrap=True)
     if strange := sum(row.is_foreign for row in rows):
         console.print(
-            f"in {strange} of {counted(len(rows), 'row')} the target would not write the baseline itself: "
-            "check target, its weights, and --engine-dtype",
+            f"in {strange} of {counted(len(rows), 'row')} the target would not write the baseline"
+            " itself: check target, its weights, and --engine-dtype",
             soft_wrap=True,
         )
     return int(verdicts["speculative"][DEFECT] > 0)

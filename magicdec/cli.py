@@ -1,7 +1,8 @@
-"""The command `magicdec`: a subcommand, or a run. For a run, Hydra composes a configuration and a scenario runs it.
+"""The command `magicdec`: a subcommand, or a run. For a run, Hydra composes a configuration and a
+scenario runs it.
 
-Exit codes are 0: done; 1: a failure, with its traceback; 2: a mistake of the user's, in one line on stderr;
-130: interrupted; 143: stopped by SIGTERM.
+Exit codes are 0: done; 1: a failure, with its traceback; 2: a mistake of the user's, in one line on
+stderr; 130: interrupted; 143: stopped by SIGTERM.
 """
 
 import errno
@@ -29,7 +30,15 @@ from magicdec.config.hydra_versions import choose_behaviour, register_resolver
 from magicdec.config.load import load
 from magicdec.config.schema import CONF
 from magicdec.config.search_path import add_own_options
-from magicdec.errors import USER_ERROR, JobFailed, Stopped, UserError, in_one_line, is_out_of_memory, to_stderr
+from magicdec.errors import (
+    USER_ERROR,
+    JobFailed,
+    Stopped,
+    UserError,
+    in_one_line,
+    is_out_of_memory,
+    to_stderr,
+)
 from magicdec.rules import FileName, did_you_mean, parse
 from magicdec.tracking import sweep
 from magicdec.tracking.gpus import gpus_of_its_own, refuse_a_share
@@ -58,11 +67,20 @@ COMMANDS = {
     "check-plugin": ["magicdec.conformance"],
 }
 # How an operating system refuses Hydra the folder of a multirun.
-REFUSALS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST}
+REFUSALS = {
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ENOTDIR,
+    errno.EEXIST,
+}
 # Replaces the launcher of a dry run, which then starts no process and queues nothing.
 LISTING = ["hydra/launcher=basic", "hydra/hydra_logging=none"]
 
-# The folder of this process's multirun and whether it gets figures, known once Hydra has asked for it.
+# The folder of this process's multirun and whether it gets figures, known once Hydra has asked for
+# it.
 sweeps: list[tuple[Path, bool]] = []
 # Folders that the multirun creates: Hydra makes them before it looks at the jobs.
 new_folders: list[Path] = []
@@ -81,19 +99,27 @@ def main() -> int:
         return import_module(module).main([*first, *arguments])
     if re.fullmatch(r"[\w-]+", command) and not command.startswith("-"):
         hint = did_you_mean(command, COMMANDS) or "; see --help"
-        to_stderr(f"error: {command}: neither a command ({', '.join(COMMANDS)}) nor key=value{hint}")
+        to_stderr(
+            f"error: {command}: neither a command ({', '.join(COMMANDS)}) nor key=value{hint}"
+        )
         return USER_ERROR
     return run()
 
 
 def run() -> int:
-    """Run one configuration or, with -m, many, whose results are shown at the end; return the exit code."""
+    """Run one configuration or, with -m, many, whose results are shown at the end; return the exit
+    code.
+    """
     sweeps.clear()
     sweep.planned.clear()
     code = _launch()
     if any(sweep.planned):
-        print(f"about {in_minutes(sum(filter(None, sweep.planned)))} in all, without loading and start-up")
-    if new_folders and not (new_folders[0] / sweep.JOBS).exists():  # a dry run, or a mistake before the first job
+        print(
+            f"about {in_minutes(sum(filter(None, sweep.planned)))} in all, without loading and"
+            " start-up"
+        )
+    # A dry run, or a mistake before the first job.
+    if new_folders and not (new_folders[0] / sweep.JOBS).exists():
         _remove_new_folders()
     for folder, with_figures in sweeps:
         if (folder / sweep.JOBS).exists():  # not after a dry run
@@ -103,9 +129,10 @@ def run() -> int:
     return code
 
 
-def _launch() -> int:
+def _launch() -> int:  # noqa: C901
     """Let Hydra run the jobs; return the exit code."""
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors, where it would print them in many lines
+    # Hydra then raises its errors, where it would print them in many lines.
+    os.environ["HYDRA_FULL_ERROR"] = "1"
     overrides: list[str] = []
     try:
         parser = get_args_parser()
@@ -113,17 +140,25 @@ def _launch() -> int:
         parser._option_string_actions["--version"].version = f"magicdec {VERSION}"  # type: ignore[attr-defined]
         arguments = parser.parse_intermixed_args()  # flags may follow keys
         overrides = list(arguments.overrides)
-        if line := os.environ.get("COMP_LINE"):  # the shell asks what could follow; `serve` takes the keys of a run
+        # The shell asks what could follow; `serve` takes the keys of a run.
+        if line := os.environ.get("COMP_LINE"):
             os.environ["COMP_LINE"] = line.replace(" serve ", " ", 1)
             for completed in _completed(line):
                 print(completed)
         refuse_secrets(overrides)
         if rerun := arguments.experimental_rerun:
-            raise UserError(f"--experimental-rerun={rerun}: would load a pickle; repeat the command instead")
+            raise UserError(
+                f"--experimental-rerun={rerun}: would load a pickle; repeat the command instead"
+            )
         if arguments.multirun and "sweep.dry_run=true" in map(str.lower, overrides):
-            own = [text for text in overrides if not text.startswith(("hydra/launcher", "hydra.launcher"))]
+            own = [
+                text
+                for text in overrides
+                if not text.startswith(("hydra/launcher", "hydra.launcher"))
+            ]
             arguments.overrides = own + LISTING
-        if arguments.config_path and "://" not in arguments.config_path:  # which Hydra takes from this file's folder
+        # Which Hydra takes from this file's folder.
+        if arguments.config_path and "://" not in arguments.config_path:
             arguments.config_path = str(Path(arguments.config_path).resolve())
         choose_behaviour()
         register()
@@ -149,10 +184,11 @@ def _launch() -> int:
 
 
 def job(cfg: DictConfig) -> float | None:
-    """Run one configuration, alone or as a job of a multirun; return the metric that a sweeper such as Optuna reads.
+    """Run one configuration, alone or as a job of a multirun; return the metric that a sweeper such
+    as Optuna reads.
 
-    A job that fails prints its error. In a multirun it then raises JobFailed, and Hydra goes on to the next job; a
-    single run exits.
+    A job that fails prints its error. In a multirun it then raises JobFailed, and Hydra goes on to
+    the next job; a single run exits.
     """
     if not cfg.sweep.get("dry_run"):
         new_folders.clear()
@@ -169,9 +205,12 @@ def job(cfg: DictConfig) -> float | None:
 
 
 def _job() -> Job:
-    """Return what was typed, and the job's place in a sweep of this process or of the process that started this one."""
+    """Return what was typed, and the job's place in a sweep of this process or of the process that
+    started this one.
+    """
     hydra_cfg = HydraConfig.get()
-    typed = cast(list[str], OmegaConf.to_container(hydra_cfg.overrides.task))  # with ${...} as it is
+    # With ${...} as it is.
+    typed = cast(list[str], OmegaConf.to_container(hydra_cfg.overrides.task))
     overrides = tuple(typed)
     if number := os.environ.get(sweep.JOB):
         return Job(overrides, Path(os.environ[sweep.SWEEP_DIR]), int(number))
@@ -186,7 +225,8 @@ def _run(cfg: DictConfig, this: Job) -> float | None:
     elif cfg.sweep.get("fail_fast") and not cfg.sweep.get("dry_run"):
         sweep.refuse_if_stopped(this.sweep_dir, this.number)
     config = load(cfg, cast(DictConfig, HydraConfig.get()))
-    from magicdec.scenarios import run as run_scenario  # here, because --help and mistakes must not wait for it
+    # Here, because --help and mistakes must not wait for it.
+    from magicdec.scenarios import run as run_scenario
 
     in_sweep = this.sweep_dir is not None and not config.sweep.dry_run
     if in_sweep:
@@ -198,7 +238,9 @@ def _run(cfg: DictConfig, this: Job) -> float | None:
 
 
 def _refuse_a_grid() -> None:
-    """Raise UserError for a grid without -m, which would run its defaults once; warn of an experiment with one."""
+    """Raise UserError for a grid without -m, which would run its defaults once; warn of an
+    experiment with one.
+    """
     hydra_cfg = HydraConfig.get()
     if grid := hydra_cfg.runtime.choices.get("sweeps"):
         raise UserError(f"+sweeps={grid}: a grid needs -m, as in magicdec -m +sweeps={grid}")
@@ -227,15 +269,21 @@ def _fail(error: Exception, cfg: DictConfig, this: Job) -> int:
     return code
 
 
-def report(error: Exception, explanation: str | None, where: str = "", log: Path | None = None) -> int:
-    """Print an error: one line if there is an explanation or a log, otherwise its traceback. Return the exit code."""
+def report(
+    error: Exception, explanation: str | None, where: str = "", log: Path | None = None
+) -> int:
+    """Print an error: one line if there is an explanation or a log, otherwise its traceback. Return
+    the exit code.
+    """
     if explanation is not None:
         to_stderr(f"error: {where}{' '.join(explanation.split())}")
         return USER_ERROR
     if log is None:
         traceback.print_exception(error)
     if where:
-        to_stderr(f"error: {where}{in_one_line(error)}{f'; its traceback is in {log}' if log else ''}")
+        to_stderr(
+            f"error: {where}{in_one_line(error)}{f'; its traceback is in {log}' if log else ''}"
+        )
     return FAILURE
 
 
@@ -264,10 +312,15 @@ def _sweep_folder(runs_dir: str, name: str | None, grid: str | None, with_figure
     parse(FileName, name, "sweep.name")  # type: ignore[arg-type]
     title = name or (grid or "").replace("/", "-")
     end = f"_{title}" if title else ""
-    times = (f"{datetime.now():%Y-%m-%d_%H-%M-%S}{f'-{count}' if count else ''}" for count in itertools.count())
+    times = (
+        f"{datetime.now():%Y-%m-%d_%H-%M-%S}{f'-{count}' if count else ''}"
+        for count in itertools.count()
+    )
     folders = (Path(runs_dir, "sweeps", time + end) for time in times)
     folder = next(path for path in folders if not path.exists())
-    new_folders[:] = [path for path in (folder, folder.parent, folder.parent.parent) if not path.exists()]
+    new_folders[:] = [
+        path for path in (folder, folder.parent, folder.parent.parent) if not path.exists()
+    ]
     sweeps[:] = [(folder, with_figures)]
     return str(folder)
 

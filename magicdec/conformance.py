@@ -1,9 +1,10 @@
-"""`magicdec check-plugin MODULE`: check the policies and drafts of a plugin as the built-in ones are checked.
+"""`magicdec check-plugin MODULE`: check the policies and drafts of a plugin as the built-in ones
+are checked.
 
-Their output must be the target's own, for rows of different lengths. They must select and propose what exists, within
-their budget and gamma, and draw from the distributions that they return. They must allocate the bytes that they
-declare. A row that serving copies must accept what it would alone. A small random model decodes, in seconds. Exit code
-0 if everything holds, 1 otherwise.
+Their output must be the target's own, for rows of different lengths. They must select and propose
+what exists, within their budget and gamma, and draw from the distributions that they return. They
+must allocate the bytes that they declare. A row that serving copies must accept what it would
+alone. A small random model decodes, in seconds. Exit code 0 if everything holds, 1 otherwise.
 
 The package's own tests use the same models and the same comparisons.
 """
@@ -47,7 +48,8 @@ LENGTHS, GENERATE_LEN = (50, 57, 64), 24  # of the rows' prompts, and of what is
 SIZES = ((1, 40), (3, 12), (5, 6), (8, 400))  # gammas and budgets
 UNCOUNTED = 64  # bytes of a row's lengths in each layer of a cache, which no fact counts
 SAMPLED = SamplingConfig(temperature=1.0)
-NOT_OWN = ("policy", "name", "gamma", "budget", "model", "cache")  # keys of an option that a trial sets
+# Keys of an option that a trial sets.
+NOT_OWN = ("policy", "name", "gamma", "budget", "model", "cache")
 
 
 class Finding(NamedTuple):
@@ -60,8 +62,12 @@ class Finding(NamedTuple):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Check a module, print a line for every finding, and return the exit code."""
-    parser = argparse.ArgumentParser("magicdec check-plugin", description=(__doc__ or "").split("\n\n")[1])
-    parser.add_argument("module", help="as in plugins=[MODULE]; the working directory is searched, too")
+    parser = argparse.ArgumentParser(
+        "magicdec check-plugin", description=(__doc__ or "").split("\n\n")[1]
+    )
+    parser.add_argument(
+        "module", help="as in plugins=[MODULE]; the working directory is searched, too"
+    )
     options = parser.parse_args(arguments)
     return exit_code(lambda: _report(options.module))
 
@@ -69,15 +75,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _report(module: str) -> int:
     failed = False
     for choice, check, wrong in examine(module):
-        print(f"{'FAILED' if wrong else 'ok':8}{choice:20}{check}{wrong and f': {wrong}'}", flush=True)
+        print(
+            f"{'FAILED' if wrong else 'ok':8}{choice:20}{check}{wrong and f': {wrong}'}", flush=True
+        )
         failed |= bool(wrong)
     return int(failed)
 
 
 def examine(module: str) -> Iterator[Finding]:
-    """Yield the findings of all policies and drafts that a module registers. Raise UserError if there are none."""
+    """Yield the findings of all policies and drafts that a module registers. Raise UserError if
+    there are none.
+    """
     plugins.load([module])
-    policies, drafts = ([name for name in one if _is_of(one, name, module)] for one in (POLICIES, DRAFTS))
+    policies, drafts = (
+        [name for name in one if _is_of(one, name, module)] for one in (POLICIES, DRAFTS)
+    )
     if not policies and not drafts:
         raise UserError(f"{module}: registers neither a cache policy nor a draft")
     for policy in policies:
@@ -107,7 +119,9 @@ def _findings(group: str, name: str, pairs: Sequence[tuple[str, str, str]]) -> I
         if DRAFTS[draft].facts.serves:
             checks["serves"] = wrong_rows
         for name, check in checks.items():
-            yield Finding(choice, f"{name} with {other}", _first(partial(check, draft, policy, own)))
+            yield Finding(
+                choice, f"{name} with {other}", _first(partial(check, draft, policy, own))
+            )
 
 
 def _first(mistakes: Callable[[], Iterator[str]]) -> str:
@@ -152,40 +166,69 @@ def _decoded(engine: NativeEngine) -> tuple[Batch, Watch, Rounds]:
 
 
 def _decode_again(engine: NativeEngine) -> None:
-    """Decode a batch, then again, with other tokens behind those that count, and with a smaller gamma. Raise Broken."""
+    """Decode a batch, then again, with other tokens behind those that count, and with a smaller
+    gamma. Raise Broken.
+    """
     batch, watch, rounds = _decoded(engine)
     if rounds != rounds_of(batch.decoder.generate(batch.draft)):
-        raise Broken("prefill: leaves something of an earlier pass: the same prompts have other proposals accepted")
+        raise Broken(
+            "prefill: leaves something of an earlier pass: the same prompts have other proposals"
+            " accepted"
+        )
     watch.junk = True
     if rounds != rounds_of(batch.decoder.generate(batch.draft)):
-        raise Broken("propose: reads tokens behind the end of a row, which are left over from earlier rounds")
+        raise Broken(
+            "propose: reads tokens behind the end of a row, which are left over from earlier rounds"
+        )
     watch.junk = False
     if engine.gamma > 1:
         batch.decoder.generate(batch.draft, gamma=engine.gamma - 1)
 
 
 def wrong_bytes(draft: str, policy: str, keys: dict[str, Any]) -> Iterator[str]:
-    """Yield where a draft's cache takes other bytes than its facts declare, as PyTorch hands them out."""
+    """Yield where a draft's cache takes other bytes than its facts declare, as PyTorch hands them
+    out.
+    """
     for gamma, budget in SIZES:
         engine = _trial(draft, policy, gamma, budget, keys, "meta")
         decoder = engine.open(random_prompts(LENGTHS)).decoder
-        parts = [decoder.cache, decoder.state, engine.target, *([engine.draft_model] if engine.draft_model else [])]
+        parts = [
+            decoder.cache,
+            decoder.state,
+            engine.target,
+            *([engine.draft_model] if engine.draft_model else []),
+        ]
         with Allocations(tensor for part in parts for tensor in _tensors(part)) as allocations:
             made = engine.draft_for(decoder)
             made.watch(decoder.cache, 0)
             held = allocations.live
-        model = ModelChoice("draft", architecture=engine.draft_model.config) if engine.draft_model else None
+        model = (
+            ModelChoice("draft", architecture=engine.draft_model.config)
+            if engine.draft_model
+            else None
+        )
         config, machine = engine.target.config, hardware_named("h100")
-        setup = Setup(config, machine, len(LENGTHS), max(LENGTHS), replace(engine.draft, model=model), engine.cache)
+        setup = Setup(
+            config,
+            machine,
+            len(LENGTHS),
+            max(LENGTHS),
+            replace(engine.draft, model=model),
+            engine.cache,
+        )
         declared = memory(replace(setup, element_bytes=4), gamma, GENERATE_LEN).draft_kv
         most = declared + len(LENGTHS) * config.num_layers * UNCOUNTED
         if made.cache_bytes != declared or not declared <= held <= most:
-            sizes = f"declared {declared:,.0f}, reported {made.cache_bytes:,}, allocated {held:,} bytes"
+            sizes = (
+                f"declared {declared:,.0f}, reported {made.cache_bytes:,}, allocated {held:,} bytes"
+            )
             yield f"{sizes} at gamma {gamma}, budget {budget}"
 
 
 def wrong_rows(draft: str, policy: str, keys: dict[str, Any]) -> Iterator[str]:
-    """Yield where a request that is copied into a slot has other proposals accepted than one that is decoded alone."""
+    """Yield where a request that is copied into a slot has other proposals accepted than one that
+    is decoded alone.
+    """
     gamma, budget = SIZES[1]
     engine = _trial(draft, policy, gamma, budget, keys)
     requests = [Request(prompt, Params(GENERATE_LEN)) for prompt in random_prompts(LENGTHS)]
@@ -213,7 +256,12 @@ def _trial(
     target = small_model()
     model = small_drafter(draft, target, 0.15)
     model = model and model.to(device)
-    options = keys | {"policy": policy, "gamma": gamma, "budget": budget, "generate_len": GENERATE_LEN}
+    options = keys | {
+        "policy": policy,
+        "gamma": gamma,
+        "budget": budget,
+        "generate_len": GENERATE_LEN,
+    }
     return new_engine(target.to(device), draft_name=draft, draft_model=model, **options)
 
 
@@ -223,7 +271,9 @@ def _tensors(part: Any) -> list[Tensor]:
 
 
 def both_ways(batch: Batch) -> tuple[bool, Generation, Generation]:
-    """Return whether a prefilled batch is decoded with its draft as without it, and both outputs."""
+    """Return whether a prefilled batch is decoded with its draft as without it, and both
+    outputs.
+    """
     plain, fast = batch.decoder.generate(), batch.decoder.generate(batch.draft)
     return audit(batch.decoder, plain.tokens, fast.tokens).passed is True, plain, fast
 
@@ -255,21 +305,36 @@ def noisy_copy(model: Transformer, noise: float, seed: int = 1) -> Transformer:
     copy.load_state_dict(model.state_dict())
     for parameter in copy.parameters():
         if parameter.dim() > 1:
-            parameter.data += torch.randn(parameter.shape, generator=generator) * noise * parameter.std()
+            parameter.data += (
+                torch.randn(parameter.shape, generator=generator) * noise * parameter.std()
+            )
     return copy.requires_grad_(False)
 
 
 def small_head(target: Transformer) -> Head:
-    """Return a head that proposes what a target without layers would say of a token, in most of its vocabulary.
+    """Return a head that proposes what a target without layers would say of a token, in most of its
+    vocabulary.
 
     Each token attends to itself, and its embedding is passed on; hidden states are left out.
     """
     whole = target.config
     plain = {name: getattr(whole, name) for name in ModelConfig.__dataclass_fields__}
-    plain |= {"num_layers": 1, "num_kv_heads": whole.num_heads, "sliding_window": None, "sliding_layers": ()}
-    plain |= {"qkv_bias": False, "output_bias": False, "qk_norm": True, "norm_before_residual": True}
+    plain |= {
+        "num_layers": 1,
+        "num_kv_heads": whole.num_heads,
+        "sliding_window": None,
+        "sliding_layers": (),
+    }
+    plain |= {
+        "qkv_bias": False,
+        "output_bias": False,
+        "qk_norm": True,
+        "norm_before_residual": True,
+    }
     vocabulary = 4 * whole.vocab_size // 5
-    config = HeadConfig(**plain, draft_vocab_size=vocabulary, target_hidden_size=whole.hidden_size, taps=(0, 1, 1))
+    config = HeadConfig(
+        **plain, draft_vocab_size=vocabulary, target_hidden_size=whole.hidden_size, taps=(0, 1, 1)
+    )
     head, E = Head(config, target.attention).eval(), whole.hidden_size
     for parameter in head.parameters():
         parameter.data.fill_(float(parameter.dim() == 1))
@@ -286,7 +351,9 @@ def small_head(target: Transformer) -> Head:
 
 
 def small_drafter(draft: str, target: Transformer, noise: float) -> Transformer | None:
-    """Return the model that a draft needs next to a target, as good as `noise` allows; None if it needs none."""
+    """Return the model that a draft needs next to a target, as good as `noise` allows; None if it
+    needs none.
+    """
     if draft == DRAFTS.keyword or not DRAFTS[draft].facts.needs_model:
         return None
     return small_head(target) if DRAFTS[draft].facts.listens else noisy_copy(target, noise)
@@ -313,8 +380,8 @@ def new_engine(
     graphs: bool = False,
     **keys: Any,
 ) -> NativeEngine:
-    """Return an engine, greedy by default. `keys` are those of `batch`, `sampling`, `draft` and `cache`; `inner` is
-    `draft.cache`.
+    """Return an engine, greedy by default. `keys` are those of `batch`, `sampling`, `draft` and
+    `cache`; `inner` is `draft.cache`.
     """
     defaults: dict[str, Any] = {"policy": "full", "num_layers": 1, "max_ngram": 4, "inner_gamma": 2}
     keys = defaults | {"generate_len": 24, "prefill_chunk": 16} | keys
@@ -325,11 +392,15 @@ def new_engine(
     batch = BatchConfig(1, 1, keys["generate_len"], 1, keys["prefill_chunk"])
     sampling = sampling or SamplingConfig()
     sampling = replace(sampling, ignore_eos=keys.get("ignore_eos", True))
-    return NativeEngine(batch, sampling, draft, cache, machine("cuda" if graphs else "cpu"), target, draft_model)
+    return NativeEngine(
+        batch, sampling, draft, cache, machine("cuda" if graphs else "cpu"), target, draft_model
+    )
 
 
 def machine(device: str = "cpu", dtype: str = "float32", **changes: Any) -> HardwareConfig:
-    """Return the group `hardware` of one device without any `auto`, whose rounds are captured on a GPU."""
+    """Return the group `hardware` of one device without any `auto`, whose rounds are captured on a
+    GPU.
+    """
     plain = HardwareConfig("own", device, dtype, 1, "auto", True, False)  # type: ignore[arg-type]
     return replace(plain, **changes)
 

@@ -1,10 +1,11 @@
-"""What a policy and a draft must keep to, checked while a batch is decoded: `magicdec check-plugin` watches them.
+"""What a policy and a draft must keep to, checked while a batch is decoded: `magicdec check-plugin`
+watches them.
 
-The round clamps and masks instead, because a check in it would take time. A slot that does not exist, or that a row
-reads twice, then costs acceptance, and nothing else shows it.
+The round clamps and masks instead, because a check in it would take time. A slot that does not
+exist, or that a row reads twice, then costs acceptance, and nothing else shows it.
 
-L layers, B rows, A active rows, T new tokens, H query heads, K KV heads, S slots, N selected slots, F fixed slots,
-D head dim, G = gamma, V vocabulary.
+L layers, B rows, A active rows, T new tokens, H query heads, K KV heads, S slots, N selected slots,
+F fixed slots, D head dim, G = gamma, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -24,7 +25,8 @@ from magicdec.models.kv_cache import KVCache
 
 SHOWN = 4  # values that a message names
 NEAR_ONE = 1e-3  # by how much the sum of a distribution may differ
-UNLIKELY = 3.0  # Kolmogorov's statistic of numbers that are drawn as promised exceeds it once in 10^7 times
+# Kolmogorov's statistic of numbers that are drawn as promised exceeds it once in 10^7 times.
+UNLIKELY = 3.0
 
 
 class Broken(Exception):
@@ -40,7 +42,8 @@ class Watch:
     def __init__(self, draft: Draft, gamma: int, vocab_size: int):
         """Watch a new draft of at most `gamma` proposals a round, and its caches."""
         self.junk = False
-        self.ranks: dict[tuple[int, int], float] = {}  # of proposals within their distributions, by row and place
+        # Of proposals within their distributions, by row and place.
+        self.ranks: dict[tuple[int, int], float] = {}
         self._vocab_size, self._generator = vocab_size, torch.Generator().manual_seed(0)
         if draft.gamma != gamma:
             raise Broken(f"gamma: it proposes up to {draft.gamma} tokens")
@@ -52,16 +55,24 @@ class Watch:
         """Return the draft's proposals, once they are checked."""
         if self.junk:
             place_S = torch.arange(state.tokens_BS.shape[1])
-            junk_BS = torch.randint(self._vocab_size, state.tokens_BS.shape, generator=self._generator)
-            state.tokens_BS.copy_(torch.where(place_S < state.num_tokens_B[:, None], state.tokens_BS, junk_BS))
+            junk_BS = torch.randint(
+                self._vocab_size, state.tokens_BS.shape, generator=self._generator
+            )
+            state.tokens_BS.copy_(
+                torch.where(place_S < state.num_tokens_B[:, None], state.tokens_BS, junk_BS)
+            )
         proposal = self._propose(state, gamma)
         tokens_BG, size = proposal.tokens_BG, (len(state.tokens_BS), gamma)
         if tuple(tokens_BG.shape) != size:
-            raise Broken(f"propose: returns {shown_shape(tokens_BG)} tokens: must be {size[0]} x {gamma}")
+            raise Broken(
+                f"propose: returns {shown_shape(tokens_BG)} tokens: must be {size[0]} x {gamma}"
+            )
         outside_BG = (tokens_BG < 0) | (tokens_BG >= self._vocab_size)
         if outside_BG.any():
             wrong = listed(tokens_BG[outside_BG])
-            raise Broken(f"propose: returns tokens {wrong}: must be from 0 to {self._vocab_size - 1}")
+            raise Broken(
+                f"propose: returns tokens {wrong}: must be from 0 to {self._vocab_size - 1}"
+            )
         if proposal.q_BGV is not None:
             self._check_distributions(proposal.q_BGV, tokens_BG, state)
         return proposal
@@ -70,33 +81,50 @@ class Watch:
         """Check that the distributions are such, and note where in its own each token lies."""
         size = (*tokens_BG.shape, self._vocab_size)
         if tuple(q_BGV.shape) != size:
-            raise Broken(f"q_BGV: has {shown_shape(q_BGV)} numbers: must be {' x '.join(map(str, size))}")
+            raise Broken(
+                f"q_BGV: has {shown_shape(q_BGV)} numbers: must be {' x '.join(map(str, size))}"
+            )
         rows_A = (~state.finished_B).nonzero()[:, 0]
         q_AGV, tokens_AG = q_BGV[rows_A].double(), tokens_BG[rows_A]
         sum_AG = q_AGV.sum(-1)
         wrong_AG = (q_AGV < 0).any(-1) | ~((sum_AG - 1).abs() <= NEAR_ONE)
         if wrong_AG.any():
             sums = listed(sum_AG[wrong_AG])
-            raise Broken(f"q_BGV: holds negative numbers, or sums of {sums}: must be a distribution for each token")
+            raise Broken(
+                f"q_BGV: holds negative numbers, or sums of {sums}: must be a distribution for each"
+                " token"
+            )
         q_AG1 = q_AGV.gather(-1, tokens_AG[..., None])
         never_AG = q_AG1[..., 0] == 0
         if never_AG.any():
-            raise Broken(f"q_BGV: gives no chance to tokens {listed(tokens_AG[never_AG])}, which are proposed")
-        # Where the token lies if likelier ones come first: even in [0, 1) if it was drawn from the distribution.
+            raise Broken(
+                f"q_BGV: gives no chance to tokens {listed(tokens_AG[never_AG])}, which are"
+                " proposed"
+            )
+        # Where the token lies if likelier ones come first: even in [0, 1) if it was drawn from the
+        # distribution.
         likelier_AG = q_AGV.where(q_AGV > q_AG1, 0.0).sum(-1)
         as_likely_AG = q_AGV.where(q_AGV == q_AG1, 0.0).sum(-1)
-        rank_AG = likelier_AG + as_likely_AG * torch.rand(tokens_AG.shape, generator=self._generator)
+        rank_AG = likelier_AG + as_likely_AG * torch.rand(
+            tokens_AG.shape, generator=self._generator
+        )
         places_AG = state.next_positions_BT(tokens_BG.shape[1])[rows_A]
-        for row, ranks, places in zip(rows_A.tolist(), rank_AG.tolist(), places_AG.tolist(), strict=True):
+        for row, ranks, places in zip(
+            rows_A.tolist(), rank_AG.tolist(), places_AG.tolist(), strict=True
+        ):
             for rank, place in zip(ranks, places, strict=True):
-                self.ranks.setdefault((row, place), rank)  # a place has the same random number in every round
+                # A place has the same random number in every round.
+                self.ranks.setdefault((row, place), rank)
 
 
 def listed(values: Tensor) -> str:
     """Return the first few different values of a tensor, as words."""
     different = values.unique().tolist()
     more = ["..."] if len(different) > SHOWN else []
-    return ", ".join([f"{value:g}" if isinstance(value, float) else str(value) for value in different[:SHOWN]] + more)
+    return ", ".join(
+        [f"{value:g}" if isinstance(value, float) else str(value) for value in different[:SHOWN]]
+        + more
+    )
 
 
 def shown_shape(tensor: Tensor) -> str:
@@ -105,7 +133,9 @@ def shown_shape(tensor: Tensor) -> str:
 
 
 def drawn_otherwise(ranks: Sequence[float]) -> bool:
-    """Return whether numbers are not drawn evenly from [0, 1), as ranks within a distribution are."""
+    """Return whether numbers are not drawn evenly from [0, 1), as ranks within a distribution
+    are.
+    """
     if not ranks:
         return False
     rank_N = torch.tensor(sorted(ranks), dtype=torch.float64)
@@ -134,7 +164,8 @@ def watch_cache(cache: DraftCache) -> None:
     """Check what a cache selects and reads from now on."""
     if cache.observes and cache.settings.selects == "never":
         raise Broken(
-            f"selects: it observes {cache.observes} tokens, but its fact `selects` is never: nothing would be timed"
+            f"selects: it observes {cache.observes} tokens, but its fact `selects` is never:"
+            " nothing would be timed"
         )
     if isinstance(cache, CompactCache):
         _watch_selection(cache)
@@ -150,7 +181,9 @@ def _watch_selection(cache: CompactCache) -> None:
     """Check how many slots a compact policy selects, and which: `load` clamps both."""
     fixed, select = cache.fixed_slots(cache.budget), cache.select
     if not 0 <= fixed < cache.budget:
-        most = f"must be from 0 to {cache.budget - 1}, because at least one slot is for recent tokens"
+        most = (
+            f"must be from 0 to {cache.budget - 1}, because at least one slot is for recent tokens"
+        )
         raise Broken(f"fixed_slots: returns {fixed} of {cache.budget} slots: {most}")
 
     def checked(layer: int, source: KVCache, scores_LBKS: Tensor | None) -> Tensor:
@@ -160,9 +193,13 @@ def _watch_selection(cache: CompactCache) -> None:
             sizes = f"{cache.num_rows} x {heads} (or 1) x {cache.num_fixed}"
             raise Broken(f"select: returns {shown_shape(selected_BKF)} slots: must be {sizes}")
         older_B = source.seqlens_B.long() - cache.window
-        for row in (source.seqlens_B > cache.budget).nonzero()[:, 0].tolist():  # others keep all that they have
+        # Others keep all that they have.
+        for row in (source.seqlens_B > cache.budget).nonzero()[:, 0].tolist():
             _check_slots(
-                selected_BKF[row], int(older_B[row]), f"layer {layer} of row {row}", "what follows is kept anyway"
+                selected_BKF[row],
+                int(older_B[row]),
+                f"layer {layer} of row {row}",
+                "what follows is kept anyway",
             )
         return selected_BKF
 
@@ -177,7 +214,9 @@ def _check_slots(slot_KN: Tensor, end: int, where: str, why: str) -> None:
     for slot_N in slot_KN:
         slots_N, count_N = slot_N.unique(return_counts=True)
         if (count_N > 1).any():
-            raise Broken(f"select: {where} selects slots {listed(slots_N[count_N > 1])} more than once")
+            raise Broken(
+                f"select: {where} selects slots {listed(slots_N[count_N > 1])} more than once"
+            )
 
 
 class _Reader:
@@ -190,16 +229,25 @@ class _Reader:
         return getattr(self._attention, name)
 
     def attend(
-        self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: SdpaPlan, indices_BKN: Tensor | None = None
+        self,
+        q_BTHD: Tensor,
+        k_BKSD: Tensor,
+        v_BKSD: Tensor,
+        plan: SdpaPlan,
+        indices_BKN: Tensor | None = None,
     ) -> Tensor:
         self._check(q_BTHD, k_BKSD, plan, indices_BKN)
         return self._attention.attend(q_BTHD, k_BKSD, v_BKSD, plan, indices_BKN)
 
-    def attend_coded(self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: SdpaPlan, coded: Any) -> Tensor:
+    def attend_coded(
+        self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: SdpaPlan, coded: Any
+    ) -> Tensor:
         self._check(q_BTHD, k_BKSD, plan, None)
         return self._attention.attend_coded(q_BTHD, k_BKSD, v_BKSD, plan, coded)
 
-    def _check(self, q_BTHD: Tensor, k_BKSD: Tensor, plan: SdpaPlan, indices_BKN: Tensor | None) -> None:
+    def _check(
+        self, q_BTHD: Tensor, k_BKSD: Tensor, plan: SdpaPlan, indices_BKN: Tensor | None
+    ) -> None:
         """Check the entries of this very cache: a part of it may have its own reader."""
         cache, num_new = self._cache, q_BTHD.shape[1]
         if k_BKSD.data_ptr() != cache.k_LBKSD[self._layer].data_ptr():
@@ -222,7 +270,9 @@ class _Reader:
         end_B = cache.length_B + cache.spec.gamma + 1  # of the proposals
         for row, (slot_KN, end) in enumerate(zip(indices_BKN, end_B.tolist(), strict=True)):
             for slot_N in slot_KN:
-                _check_slots(slot_N[slot_N >= 0][None], end, f"{where} of row {row}", "nothing is behind")
+                _check_slots(
+                    slot_N[slot_N >= 0][None], end, f"{where} of row {row}", "nothing is behind"
+                )
         committed_BKN = (indices_BKN >= 0) & (indices_BKN < cache.length_B[:, None, None])
         self._count(committed_BKN.sum(-1).amax(-1), where)
 
@@ -232,4 +282,6 @@ class _Reader:
         for row, (committed, length) in enumerate(zip(committed_B.tolist(), lengths, strict=True)):
             if committed > (declared := settings.tokens_read(length)):
                 told = f"its facts (tokens_read) declare {declared:g} of {length}"
-                raise Broken(f"budget: {where} of row {row} reads {committed} committed entries: {told}")
+                raise Broken(
+                    f"budget: {where} of row {row} reads {committed} committed entries: {told}"
+                )

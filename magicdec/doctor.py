@@ -1,7 +1,8 @@
 """`magicdec doctor`: check a machine before its first run, and describe it for a bug report.
 
-Exit code 0 if everything that is there works, 1 otherwise. A missing GPU, an optional library that is not installed or
-a server that cannot be reached is a note, not a failure. Nothing in the output names a user, a host or a folder.
+Exit code 0 if everything that is there works, 1 otherwise. A missing GPU, an optional library that
+is not installed or a server that cannot be reached is a note, not a failure. Nothing in the output
+names a user, a host or a folder.
 """
 
 import argparse
@@ -45,7 +46,15 @@ from magicdec.version import VERSION
 OK, NOTE, FAILED = "ok", "note", "FAILED"
 STYLES = {OK: "green", NOTE: "yellow", FAILED: "bold red"}
 PACKAGES = (
-    *("torch", "triton", "flash-attn", "flash-attn-3", "flashinfer-python", "torchao", "transformers"),
+    *(
+        "torch",
+        "triton",
+        "flash-attn",
+        "flash-attn-3",
+        "flashinfer-python",
+        "torchao",
+        "transformers",
+    ),
     *("hydra-core", "omegaconf", "wandb", "numpy"),
 )
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
@@ -68,8 +77,12 @@ class Finding(NamedTuple):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run all checks, print the table, and return the exit code."""
-    parser = argparse.ArgumentParser("magicdec doctor", description=(__doc__ or "").split("\n\n")[1])
-    parser.add_argument("--markdown", action="store_true", help="print the table to paste into a bug report")
+    parser = argparse.ArgumentParser(
+        "magicdec doctor", description=(__doc__ or "").split("\n\n")[1]
+    )
+    parser.add_argument(
+        "--markdown", action="store_true", help="print the table to paste into a bug report"
+    )
     options = parser.parse_args(arguments)
     with Console(stderr=True).status("checking, about half a minute") as shown:
         found = examine(lambda check: shown.update(f"checking, about half a minute: {check}"))
@@ -89,7 +102,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def examine(begin: Callable[[str], None] = lambda check: None) -> Iterator[Finding]:
-    """Yield the findings of all checks. An exception within a check is its failure. `begin` is told what comes next."""
+    """Yield the findings of all checks. An exception within a check is its failure. `begin` is told
+    what comes next.
+    """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     checks: dict[str, Callable[[torch.device], Iterator[Finding]]] = {
         "versions": versions,
@@ -114,7 +129,9 @@ def versions(device: torch.device) -> Iterator[Finding]:
     """Report the versions of magicdec, Python and the libraries that decide results."""
     source = fingerprint.of_code(Path(__file__).parent)
     yield Finding(OK, "magicdec", f"{VERSION}, source {source}")
-    yield Finding(OK, "Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+    yield Finding(
+        OK, "Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    )
     found = []
     for package in PACKAGES:
         try:
@@ -126,7 +143,10 @@ def versions(device: torch.device) -> Iterator[Finding]:
 
 def processor(device: torch.device) -> Iterator[Finding]:
     """Report the processor, its threads and the memory."""
-    text = f"{cpu_name()}, {os.cpu_count()} logical processors, PyTorch threads: {torch.get_num_threads()}"
+    text = (
+        f"{cpu_name()}, {os.cpu_count()} logical processors, PyTorch threads:"
+        f" {torch.get_num_threads()}"
+    )
     yield Finding(OK, "processor", f"{text}; {threads.settings()}")
     yield Finding(OK, "memory", f"{available_bytes(torch.device('cpu')) / GIB:.1f} GiB available")
 
@@ -137,20 +157,29 @@ def gpus(device: torch.device) -> Iterator[Finding]:
     if device.type == "cuda":
         for index in range(torch.cuda.device_count()):
             known = torch.cuda.get_device_properties(index)
-            memory, capability = f"{known.total_memory / GIB:.0f} GiB", f"sm_{known.major}{known.minor}"
+            memory, capability = (
+                f"{known.total_memory / GIB:.0f} GiB",
+                f"sm_{known.major}{known.minor}",
+            )
             where = f"CUDA {torch.version.cuda}, driver {version or 'unknown'}"
             yield Finding(OK, f"GPU {index}", f"{known.name}, {memory}, {capability}, {where}")
     elif version:
         hidden = "sees no GPU (CUDA_VISIBLE_DEVICES, or too new)"
         why = "is built without CUDA" if torch.version.cuda is None else hidden
         remedy = "install a build for this driver (pytorch.org/get-started/locally)"
-        yield Finding(FAILED, "GPU", f"driver {version} is loaded, but PyTorch {torch.__version__} {why}; {remedy}")
+        yield Finding(
+            FAILED,
+            "GPU",
+            f"driver {version} is loaded, but PyTorch {torch.__version__} {why}; {remedy}",
+        )
     else:
         yield Finding(NOTE, "GPU", "none found; runs use the CPU (hardware=cpu)")
 
 
 def attention(device: torch.device) -> Iterator[Finding]:
-    """Compare every backend for this kind of device with a plain softmax; report why others cannot be used."""
+    """Compare every backend for this kind of device with a plain softmax; report why others cannot
+    be used.
+    """
     dtype = DTYPES[device.type]
     for name in BACKENDS:
         if obstacle := backends.obstacle(name, device, dtype, [HEAD_DIM]):
@@ -165,14 +194,18 @@ def attention(device: torch.device) -> Iterator[Finding]:
             continue
         bound = TOLERANCES[dtype]
         status = OK if worst <= bound else FAILED  # a NaN fails too
-        text = f"largest error {worst:.1g} of at most {bound:g} in {str(dtype).removeprefix('torch.')}"
+        text = (
+            f"largest error {worst:.1g} of at most {bound:g} in {str(dtype).removeprefix('torch.')}"
+        )
         parts = [*filter(None, [backend.found()]), text, f"{watch.seconds:.1f} s with compilation"]
         yield Finding(status, f"attention={name}", "; ".join(parts))
     yield Finding(OK, "attention=auto", backends.choose("auto", device, dtype, [HEAD_DIM])[1])
 
 
 def rounds(device: torch.device) -> Iterator[Finding]:
-    """Decode with the bundled model as a run does: on a GPU with compiled layers and captured rounds."""
+    """Decode with the bundled model as a run does: on a GPU with compiled layers and captured
+    rounds.
+    """
     plan = resolve(compose([*SMALL, f"hardware.device={device.type}"]))
     c = plan.config
     with Stopwatch(device) as watch:
@@ -184,14 +217,24 @@ def rounds(device: torch.device) -> Iterator[Finding]:
     found = audit(batch.decoder, plain.tokens, fast.tokens)
     how = [f"attention={c.attention}", *(["layers compiled"] if c.hardware.compile else [])]
     how += ["rounds captured"] if engine.hardware.captures else []
-    tokens = "the tokens are those without a draft" if found.passed else "the tokens differ from those without a draft"
-    yield Finding(OK if found.passed else FAILED, "round", f"{', '.join(how)}; {tokens}; {watch.seconds:.1f} s")
+    tokens = (
+        "the tokens are those without a draft"
+        if found.passed
+        else "the tokens differ from those without a draft"
+    )
+    yield Finding(
+        OK if found.passed else FAILED,
+        "round",
+        f"{', '.join(how)}; {tokens}; {watch.seconds:.1f} s",
+    )
     if device.type == "cuda" and not c.hardware.compile:
         yield Finding(NOTE, "torch.compile", plan.reasons)
 
 
 def speed(device: torch.device) -> Iterator[Finding]:
-    """Measure bandwidth and matmul rate. On a GPU that the cost model knows, compare them with the datasheet."""
+    """Measure bandwidth and matmul rate. On a GPU that the cost model knows, compare them with the
+    datasheet.
+    """
     dtype = DTYPES[device.type]
     known = device_in(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     bandwidth, rate = ceilings.read_bandwidth(device), ceilings.matmul_rate(device, dtype)
@@ -204,14 +247,18 @@ def speed(device: torch.device) -> Iterator[Finding]:
     for check, value, unit, unit_name, sheet in figures:
         text, slow = f"{value / unit:.3g} {unit_name}", value < SLOW * sheet
         if known:
-            text += f", {value / sheet:.0%} of the {sheet / unit:,.0f} in the datasheet of {known.name}"
+            text += (
+                f", {value / sheet:.0%} of the {sheet / unit:,.0f} in the datasheet of {known.name}"
+            )
         if slow:
             text += "; is another process using the GPU, or is it throttled?"
         yield Finding(NOTE if slow else OK, check, text)
 
 
 def sums(device: torch.device) -> Iterator[Finding]:
-    """Sum over all GPUs, a process each: a large tensor, and a decode step's by NCCL and in symmetric memory."""
+    """Sum over all GPUs, a process each: a large tensor, and a decode step's by NCCL and in
+    symmetric memory.
+    """
     count = torch.cuda.device_count() if device.type == "cuda" else 0
     if count < 2:
         text = "not needed with one GPU" if count else "not needed without GPUs"
@@ -227,15 +274,25 @@ def sums(device: torch.device) -> Iterator[Finding]:
 
     yield _on_ranks(count, "NCCL", rate, ceilings.all_reduce_rate, ALL_REDUCED)
     for way in ("nccl", "symmetric"):
-        yield _on_ranks(count, f"all_reduce={way}", seconds, ceilings.captured_sum_s, way, STEP_VALUES)
+        yield _on_ranks(
+            count, f"all_reduce={way}", seconds, ceilings.captured_sum_s, way, STEP_VALUES
+        )
 
 
 def _on_ranks(
-    count: int, check: str, shown: Callable[[float], str], function: Callable[..., float], *arguments: object
+    count: int,
+    check: str,
+    shown: Callable[[float], str],
+    function: Callable[..., float],
+    *arguments: object,
 ) -> Finding:
-    """Return the ranks' measurement as `shown`, or the reason for its failure: NCCL hangs on a broken link."""
+    """Return the ranks' measurement as `shown`, or the reason for its failure: NCCL hangs on a
+    broken link.
+    """
     try:
-        return Finding(OK, check, shown(on_ranks(count, "cuda", function, *arguments, time_limit_s=RANKS_S)))
+        return Finding(
+            OK, check, shown(on_ranks(count, "cuda", function, *arguments, time_limit_s=RANKS_S))
+        )
     except UserError as error:
         return Finding(NOTE, check, str(error))
     except TimeoutError as error:
@@ -251,7 +308,9 @@ def disk(device: torch.device) -> Iterator[Finding]:
     for name, folder in (("this folder", Path.cwd()), ("Hugging Face's cache", Path(HF_HUB_CACHE))):
         there = next(path for path in (folder, *folder.parents) if path.exists())
         free = shutil.disk_usage(there).free
-        yield Finding(OK if free > LITTLE_DISK else NOTE, "disk", f"{free / GIB:,.0f} GiB free for {name}")
+        yield Finding(
+            OK if free > LITTLE_DISK else NOTE, "disk", f"{free / GIB:,.0f} GiB free for {name}"
+        )
 
 
 def wandb_server(device: torch.device) -> Iterator[Finding]:
@@ -263,7 +322,9 @@ def wandb_server(device: torch.device) -> Iterator[Finding]:
         pass
     except (OSError, ValueError) as error:
         why = f"the server cannot be reached ({type(error).__name__})"
-        yield Finding(NOTE, "W&B", f"{why}; runs are stored here, and magicdec sync sends them later")
+        yield Finding(
+            NOTE, "W&B", f"{why}; runs are stored here, and magicdec sync sends them later"
+        )
         return
     yield Finding(OK, "W&B", "the server answers; wandb.mode=online sends runs at once")
 

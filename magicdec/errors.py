@@ -12,16 +12,19 @@ OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "ALLOC_FAILED", "fail
 
 
 class UserError(ValueError):
-    """A mistake in the configuration or the input: one line that names the key, the value and what would be valid.
+    """A mistake in the configuration or the input: one line that names the key, the value and what
+    would be valid.
 
-    The command line prints it without a traceback and exits with code 2. `kind` is what a failed run records.
+    The command line prints it without a traceback and exits with code 2. `kind` is what a failed
+    run records.
     """
 
     kind = "invalid"
 
     @override
     def __str__(self) -> str:
-        return printable(super().__str__(), keep="\n")  # a value may come from a file that anyone has written
+        # A value may come from a file that anyone has written.
+        return printable(super().__str__(), keep="\n")
 
 
 class StorageError(UserError):
@@ -31,13 +34,17 @@ class StorageError(UserError):
 
 
 class NonFinite(UserError):
-    """Logits that are NaN or infinite: the run has failed, because what it decoded means nothing."""
+    """Logits that are NaN or infinite: the run has failed, because what it decoded means
+    nothing.
+    """
 
     kind = "non_finite"
 
 
 class Stopped(KeyboardInterrupt):
-    """SIGTERM: someone, or a sweep's early stopping, has ended the run. What was measured is kept."""
+    """SIGTERM: someone, or a sweep's early stopping, has ended the run. What was measured is
+    kept.
+    """
 
 
 class JobFailed(Exception):
@@ -45,14 +52,20 @@ class JobFailed(Exception):
 
 
 def printable(text: str, keep: str = "") -> str:
-    """Return text with control characters, line ends and invisible characters escaped, except for those in `keep`."""
+    """Return text with control characters, line ends and invisible characters escaped, except for
+    those in `keep`.
+    """
     if text.isprintable():
         return text
-    return "".join(c if c in keep or c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return "".join(
+        c if c in keep or c.isprintable() else c.encode("unicode_escape").decode() for c in text
+    )
 
 
 def to_stderr(line: str) -> None:
-    """Print a line to stderr in one write, so that another process's line cannot come between it and its end."""
+    """Print a line to stderr in one write, so that another process's line cannot come between it
+    and its end.
+    """
     sys.stderr.write(f"{printable(line)}\n")
     sys.stderr.flush()
 
@@ -73,7 +86,11 @@ def exit_in_words(code: int | None) -> str:
     """Return the exit code of another process in words."""
     if code == -9:
         return "killed by SIGKILL, perhaps because the system was out of memory"
-    return f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
+    return (
+        f"signal {signal.Signals(-code).name}"
+        if code is not None and code < 0
+        else f"exit code {code}"
+    )
 
 
 def is_out_of_memory(error: BaseException) -> bool:

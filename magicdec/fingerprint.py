@@ -18,8 +18,9 @@ CODE = frozenset({".py", ".cpp", ".h", ".yaml", ".csv"})
 def of_files(files: Mapping[str, Path]) -> str:
     """Return a hash of files by name. Raise UserError for a file that cannot be read.
 
-    It covers the content of files of up to 1 GB together; of further ones the size, the time of the last change, the
-    start and samples. It does not depend on the machine, nor, up to 1 GB, on when the files were written.
+    It covers the content of files of up to 1 GB together; of further ones the size, the time of the
+    last change, the start and samples. It does not depend on the machine, nor, up to 1 GB, on when
+    the files were written.
     """
     digest, total = hashlib.sha256(), 0
     try:
@@ -35,14 +36,20 @@ def of_files(files: Mapping[str, Path]) -> str:
 
 
 def of_code(place: Path) -> str:
-    """Return a hash of a module, or of a package's folder: its source, and the data files that it computes with."""
+    """Return a hash of a module, or of a package's folder: its source, and the data files that it
+    computes with.
+    """
     paths = [place] if place.is_file() else [path for path in place.rglob("*") if path.is_file()]
-    return of_files({path.relative_to(place).as_posix(): path for path in paths if path.suffix in CODE})
+    return of_files(
+        {path.relative_to(place).as_posix(): path for path in paths if path.suffix in CODE}
+    )
 
 
 @lru_cache(maxsize=1024)
 def _digest(path: Path, whole: bool, size: int, mtime_ns: int, inode: int) -> str:
-    """Return the hash of one file. Many runs of a process have the same files: each is read once, until it changes."""
+    """Return the hash of one file. Many runs of a process have the same files: each is read once,
+    until it changes.
+    """
     with path.open("rb") as file:
         if whole:
             return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,7 +1,8 @@
-"""The architecture of a draft head in the manner of EAGLE-3 (Li et al. 2025, arXiv 2503.01840), from its config.json.
+"""The architecture of a draft head in the manner of EAGLE-3 (Li et al. 2025, arXiv 2503.01840),
+from its config.json.
 
-A head is one decoder layer over the target's own hidden states. Two layouts are read: that of EAGLE's authors, and that
-of the speculators library. Torch-free.
+A head is one decoder layer over the target's own hidden states. Two layouts are read: that of
+EAGLE's authors, and that of the speculators library. Torch-free.
 """
 
 from collections.abc import Mapping
@@ -25,12 +26,15 @@ Norms = Literal["none", "joint", "each"]
 
 @dataclass(frozen=True, config=STRICT)
 class HeadConfig(ModelConfig):
-    """The sizes and switches of one head. `vocab_size` is the target's; a head proposes `draft_vocab_size` of these."""
+    """The sizes and switches of one head. `vocab_size` is the target's; a head proposes
+    `draft_vocab_size` of these.
+    """
 
     is_head = True
     draft_vocab_size: Vocabulary = 1
     target_hidden_size: Width = 1
-    # The target's layers in front of which its hidden states are read, 0 to num_layers; empty: see `taps_of`.
+    # The target's layers in front of which its hidden states are read, 0 to num_layers; empty: see
+    # `taps_of`.
     taps: tuple[Layer, ...] = ()
     norm_before_residual: bool = False
     input_norms: Norms = "none"  # of the target's hidden states: one over all of them, one for each
@@ -46,14 +50,18 @@ class HeadConfig(ModelConfig):
         return len(self.taps) or NUM_TAPS
 
     def taps_of(self, target: ModelConfig) -> tuple[int, ...]:
-        """Return the target's layers that are read: by default an early, the middle and a late one, as EAGLE-3 has."""
+        """Return the target's layers that are read: by default an early, the middle and a late one,
+        as EAGLE-3 has.
+        """
         last = target.num_layers
         return self.taps or (min(2, last), last // 2, max(0, last - 3))
 
     @property
     @override
     def qkv_inputs(self) -> int:
-        """Return the features that queries, keys and values are made of: an embedding and a hidden state."""
+        """Return the features that queries, keys and values are made of: an embedding and a hidden
+        state.
+        """
         return 2 * self.hidden_size
 
     @property
@@ -79,13 +87,21 @@ class HeadConfig(ModelConfig):
         norms = 4 * self.hidden_size + self.qk_norm * 2 * self.head_dim + input_norms
         vocabulary = self.own_embedding * self.vocab_size + self.own_head * self.draft_vocab_size
         mlp = 3 * self.hidden_size * self.intermediate_size
-        return attention + biases + norms + mlp + self.fused_parameters + vocabulary * self.hidden_size
+        return (
+            attention + biases + norms + mlp + self.fused_parameters + vocabulary * self.hidden_size
+        )
 
     @classmethod
     def like(cls, target: ModelConfig) -> "HeadConfig":
         """Return the usual head of a target: a layer of its sizes."""
         plain = {entry.name: getattr(target, entry.name) for entry in fields(ModelConfig)}
-        plain |= {"num_layers": 1, "sliding_layers": (), "sliding_window": None, "qk_norm": False, "qkv_bias": False}
+        plain |= {
+            "num_layers": 1,
+            "sliding_layers": (),
+            "sliding_window": None,
+            "qk_norm": False,
+            "qkv_bias": False,
+        }
         vocabulary = min(USUAL_VOCABULARY, target.vocab_size)
         return cls(**plain, draft_vocab_size=vocabulary, target_hidden_size=target.hidden_size)
 
@@ -105,14 +121,20 @@ class HeadConfig(ModelConfig):
             wrong.append(f"a width of {self.hidden_size:,} without an embedding of its own")
         if wrong:
             raise UserError(
-                f"draft.model: the head was made for another target: {wrong[0]}; set draft.model.path to one for this "
-                "target, or to null in predictions"
+                f"draft.model: the head was made for another target: {wrong[0]}; set"
+                " draft.model.path to one for this target, or to null in predictions"
             )
 
 
 LAYER = "transformer_layer_config"  # speculators' key of what else is next to the head's own keys
 # Keys of speculators that name the target, the training and the code that wrote the file.
-BOOKKEEPING = ("speculators_model_type", "speculators_version", "speculators_config", "auto_map", "embed_requires_grad")
+BOOKKEEPING = (
+    "speculators_model_type",
+    "speculators_version",
+    "speculators_config",
+    "auto_map",
+    "embed_requires_grad",
+)
 
 Layers = Annotated[list[Layer] | None, must("must be a list of layers")]
 
@@ -139,22 +161,33 @@ class HeadFile:
     norm_output: bool = False
 
 
-def head_from(plain: Mapping[str, Any], tensors: Mapping[str, Any] | None, name: str = "config.json") -> HeadConfig:
+def head_from(
+    plain: Mapping[str, Any], tensors: Mapping[str, Any] | None, name: str = "config.json"
+) -> HeadConfig:
     """Return the head that a config.json describes; `name` is what errors call the file.
 
-    `tensors` are those of the checkpoint: they say which weights are the target's. None: they are not known.
+    `tensors` are those of the checkpoint: they say which weights are the target's. None: they are
+    not known.
     """
     kind = plain.get("speculators_model_type", "eagle3")
     if kind != "eagle3":
-        raise UserError(f"{name}: speculators_model_type={kind!r} is not supported; supported: eagle3")
+        raise UserError(
+            f"{name}: speculators_model_type={kind!r} is not supported; supported: eagle3"
+        )
     file = parse(HeadFile, plain, where=name)
     layer = plain.get(LAYER, plain)
     model = from_hugging_face(dict(layer) | {"tie_word_embeddings": False}, name)
     if layer.get("model_type") not in FAMILIES or model.num_layers != 1:
-        raise UserError(f"{name}: a head of {model.num_layers} layers of {layer.get('model_type')} is not supported")
+        raise UserError(
+            f"{name}: a head of {model.num_layers} layers of {layer.get('model_type')} is not"
+            " supported"
+        )
     nested = file.eagle_config or EagleConfig()
     if nested.use_aux_hidden_state is False:
-        raise UserError(f"{name}: use_aux_hidden_state=false is not supported: EAGLE-3 reads hidden states of layers")
+        raise UserError(
+            f"{name}: use_aux_hidden_state=false is not supported: EAGLE-3 reads hidden states of"
+            " layers"
+        )
     taps = file.eagle_aux_hidden_state_layer_ids or nested.eagle_aux_hidden_state_layer_ids
     has = tensors if tensors is not None else {"lm_head.weight": None, "d2t": None}
     return HeadConfig(
@@ -168,7 +201,10 @@ def head_from(plain: Mapping[str, Any], tensors: Mapping[str, Any] | None, name:
         own_embedding="embed_tokens.weight" in has,
         own_head="lm_head.weight" in has,
         maps_vocabulary="d2t" in has,
-        layer_prefix=next((prefix for prefix in PREFIXES if any(one.startswith(prefix) for one in has)), PREFIXES[0]),
+        layer_prefix=next(
+            (prefix for prefix in PREFIXES if any(one.startswith(prefix) for one in has)),
+            PREFIXES[0],
+        ),
     )
 
 
@@ -179,6 +215,10 @@ def unread_keys_of_head(plain: Mapping[str, Any]) -> dict[str, Any]:
     found = unread_keys(layer, expected=own)
     if layer is not plain:
         read = own | WITHOUT_EFFECT | {"model_type", "tie_word_embeddings"}
-        found |= {key: value for key, value in plain.items() if key not in read and value is not None}
+        found |= {
+            key: value for key, value in plain.items() if key not in read and value is not None
+        }
     known = {entry.name for entry in fields(EagleConfig)}
-    return found | {f"eagle_config.{key}": value for key, value in nested.items() if key not in known}
+    return found | {
+        f"eagle_config.{key}": value for key, value in nested.items() if key not in known
+    }

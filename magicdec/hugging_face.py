@@ -1,4 +1,5 @@
-"""Read a Hugging Face `config.json` as transformers does, as an architecture, and list the keys that are not read.
+"""Read a Hugging Face `config.json` as transformers does, as an architecture, and list the keys
+that are not read.
 
 A new family that fits `ModelConfig` needs no code beyond its entry in `FAMILIES`. Torch-free.
 """
@@ -36,7 +37,8 @@ from magicdec.rules import JSON, SHORT, BadValue, must, parse, refusal
 class Family:
     """What transformers' code of a family does in its own way."""
 
-    switches: Mapping[str, bool] = field(default_factory=dict)  # of ModelConfig, which no key of the file names
+    # Of ModelConfig, which no key of the file names.
+    switches: Mapping[str, bool] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of keys that the file leaves out
     ignored: tuple[str, ...] = ()  # keys that mean something in other families
 
@@ -64,23 +66,34 @@ SUPPORTED = {
     "per_layer_config": {},
 }
 QUANTIZED = ("quantization_config", "compression_config")
-# Keys that change no token: of training, of how a file was written, and special tokens that nothing here adds.
+# Keys that change no token: of training, of how a file was written, and special tokens that nothing
+# here adds.
 NEUTRAL = """architectures transformers_version dtype torch_dtype _name_or_path name_or_path _commit_hash
 _attn_implementation _attn_implementation_autoset attn_implementation is_llama_config transformers.js_config
 attention_dropout hidden_dropout initializer_range gradient_checkpointing use_cache pretraining_tp torchscript
 return_dict output_attentions output_hidden_states chunk_size_feed_forward is_encoder_decoder is_decoder
-bos_token_id pad_token_id unk_token_id sep_token_id tokenizer_class id2label label2id problem_type"""
+bos_token_id pad_token_id unk_token_id sep_token_id tokenizer_class id2label label2id problem_type"""  # noqa: E501
 WITHOUT_EFFECT = frozenset(NEUTRAL.split())
 # The keys of `rope_parameters` by its type; each type also takes its name and rope_theta.
 ROPE_NAMES = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
-YARN_SWITCHES = ("beta_fast", "beta_slow", "attention_factor", "truncate", "mscale", "mscale_all_dim")
+YARN_SWITCHES = (
+    "beta_fast",
+    "beta_slow",
+    "attention_factor",
+    "truncate",
+    "mscale",
+    "mscale_all_dim",
+)
 ROPE_KEYS = {kind: ("factor", *needed) for kind, needed in ROPE_KINDS.items()} | {"default": ()}
 ROPE_KEYS["yarn"] += YARN_SWITCHES
 DEFAULT_THETA = 10000.0
 FULL, SLIDING = "full_attention", "sliding_attention"  # of layer_types
 
 
-EosIds = Annotated[TokenId | list[TokenId] | None, must(f"must be a whole number, 0 to {LONGEST:,}, or a list of them")]
+EosIds = Annotated[
+    TokenId | list[TokenId] | None,
+    must(f"must be a whole number, 0 to {LONGEST:,}, or a list of them"),
+]
 
 
 @dataclass(frozen=True, config=JSON)
@@ -90,8 +103,9 @@ class GenerationConfig:
     eos_token_id: EosIds = None
 
 
-# Keys of a `generation_config.json` with which transformers' `generate` writes other tokens, greedy ones too, and the
-# value that has no effect. Its temperature, top_k and top_p are those of the group `sampling` here.
+# Keys of a `generation_config.json` with which transformers' `generate` writes other tokens, greedy
+# ones too, and the value that has no effect. Its temperature, top_k and top_p are those of the
+# group `sampling` here.
 PROCESSORS = {
     "repetition_penalty": 1.0,
     "no_repeat_ngram_size": 0,
@@ -109,7 +123,9 @@ PROCESSORS = {
 
 @dataclass(frozen=True, config=JSON)
 class Rope:
-    """The keys of transformers 5's `rope_parameters`, or of the older `rope_scaling`, that are read."""
+    """The keys of transformers 5's `rope_parameters`, or of the older `rope_scaling`, that are
+    read.
+    """
 
     rope_type: str | None = None
     type: str | None = None
@@ -134,7 +150,9 @@ class Rope:
 
 @dataclass(frozen=True, kw_only=True, config=JSON)
 class HuggingFace(GenerationConfig):
-    """The keys of a `config.json` that are read. Null means missing; as a sliding window it means none."""
+    """The keys of a `config.json` that are read. Null means missing; as a sliding window it means
+    none.
+    """
 
     model_type: str
     vocab_size: Vocabulary
@@ -161,8 +179,8 @@ class HuggingFace(GenerationConfig):
 def from_hugging_face(plain: Mapping[str, Any], name: str = "config.json") -> ModelConfig:
     """Return the architecture that a `config.json` describes; `name` is what errors call the file.
 
-    Raise UserError for an unsupported family, before anything else is read, for values that are not supported, for
-    missing keys, and for wrong types or sizes.
+    Raise UserError for an unsupported family, before anything else is read, for values that are not
+    supported, for missing keys, and for wrong types or sizes.
     """
     try:
         family = _family(plain)
@@ -182,8 +200,8 @@ def from_hugging_face(plain: Mapping[str, Any], name: str = "config.json") -> Mo
 def unread_keys(plain: Mapping[str, Any], expected: Collection[str] = ()) -> dict[str, Any]:
     """Return the keys of a `config.json` that `from_hugging_face` does not read, with their values.
 
-    Those are left out that are null, that change no token, and that are `expected`. Keys of rotary embeddings are
-    named as in rope_scaling.factor.
+    Those are left out that are null, that change no token, and that are `expected`. Keys of rotary
+    embeddings are named as in rope_scaling.factor.
     """
     family = FAMILIES[plain["model_type"]]
     taken, other = _rope_keys(plain)
@@ -193,7 +211,9 @@ def unread_keys(plain: Mapping[str, Any], expected: Collection[str] = ()) -> dic
     rope = plain.get(taken) or {}
     kind = parse(Rope, rope).given_type
     usual = {*ROPE_NAMES, *ROPE_KEYS[kind]}
-    found |= {f"{taken}.{key}": rope[key] for key in rope if key not in usual and rope[key] is not None}
+    found |= {
+        f"{taken}.{key}": rope[key] for key in rope if key not in usual and rope[key] is not None
+    }
     if plain.get(other) and plain[other] != rope:
         found[other] = plain[other]
     if (theta := plain.get("rope_theta")) is not None and rope.get("rope_theta", theta) != theta:
@@ -205,9 +225,13 @@ def unread_keys(plain: Mapping[str, Any], expected: Collection[str] = ()) -> dic
 
 
 def unread_processors(plain: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of a `generation_config.json` that would change the tokens, and that are not read."""
+    """Return the keys of a `generation_config.json` that would change the tokens, and that are not
+    read.
+    """
     return {
-        key: plain[key] for key, neutral in PROCESSORS.items() if plain.get(key) is not None and plain[key] != neutral
+        key: plain[key]
+        for key, neutral in PROCESSORS.items()
+        if plain.get(key) is not None and plain[key] != neutral
     }
 
 
@@ -218,7 +242,9 @@ def eos_ids(config: GenerationConfig) -> tuple[int, ...]:
 
 
 def _family(plain: Mapping[str, Any]) -> Family:
-    """Return the family that a file names; raise UserError for any other than those that are supported."""
+    """Return the family that a file names; raise UserError for any other than those that are
+    supported.
+    """
     named = plain.get("model_type")
     supported = ", ".join(FAMILIES)
     if named is None:
@@ -231,7 +257,9 @@ def _family(plain: Mapping[str, Any]) -> Family:
 
 
 def _check_values(plain: Mapping[str, Any], family: Family) -> None:
-    """Raise UserError for a quantized checkpoint, and for values that our code does not implement."""
+    """Raise UserError for a quantized checkpoint, and for values that our code does not
+    implement.
+    """
     if any(plain.get(key) for key in QUANTIZED):
         raise UserError("quantized checkpoints are not supported; take the unquantized one")
     for key, supported in SUPPORTED.items():
@@ -241,7 +269,9 @@ def _check_values(plain: Mapping[str, Any], family: Family) -> None:
 
 
 def _rope_keys(plain: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the key that describes rotary embeddings, and the one that is not read, as transformers 5 chooses."""
+    """Return the key that describes rotary embeddings, and the one that is not read, as
+    transformers 5 chooses.
+    """
     old, new = "rope_scaling", "rope_parameters"
     return (old, new) if plain.get(old) else (new, old)
 
@@ -274,26 +304,36 @@ def _model_config(config: HuggingFace, family: Family) -> ModelConfig:
 
 
 def _sliding(config: HuggingFace) -> tuple[int | None, tuple[int, ...]]:
-    """Return the sliding window and its layers, by the switches that may name a window without using it."""
+    """Return the sliding window and its layers, by the switches that may name a window without
+    using it.
+    """
     window, count, kinds = config.sliding_window, config.num_hidden_layers, config.layer_types
-    is_used = window is not None and (config.model_type == "mistral" or bool(config.use_sliding_window))
+    is_used = window is not None and (
+        config.model_type == "mistral" or bool(config.use_sliding_window)
+    )
     if kinds is None:  # the first max_window_layers attend to everything
         layers = tuple(range(config.max_window_layers, count)) if is_used else ()
         return (window, layers) if layers else (None, ())
     if len(kinds) != count:
         raise UserError(f"layer_types names {len(kinds)} layers, num_hidden_layers={count}")
     if unknown := sorted({*kinds} - {FULL, SLIDING}):
-        raise UserError(f"layer_types={SHORT.repr(unknown[0])} is not supported; supported: {FULL}, {SLIDING}")
+        raise UserError(
+            f"layer_types={SHORT.repr(unknown[0])} is not supported; supported: {FULL}, {SLIDING}"
+        )
     layers = tuple(place for place, kind in enumerate(kinds) if kind == SLIDING)
     if layers and not is_used:
-        raise UserError(f"layer_types has {SLIDING}, which needs use_sliding_window=true and a sliding_window")
+        raise UserError(
+            f"layer_types has {SLIDING}, which needs use_sliding_window=true and a sliding_window"
+        )
     return (window, layers) if layers else (None, ())
 
 
 def _longest(config: HuggingFace, scaling: RopeScaling | None) -> int:
-    """Return the longest sequence that the model is made for: `max_position_embeddings`, or what YaRN's factor gives.
+    """Return the longest sequence that the model is made for: `max_position_embeddings`, or what
+    YaRN's factor gives.
 
-    YaRN checkpoints may keep that key at the original length. Llama 3.2's factor would exceed its trained length.
+    YaRN checkpoints may keep that key at the original length. Llama 3.2's factor would exceed its
+    trained length.
     """
     longest = config.max_position_embeddings
     if scaling is None or scaling.kind != "yarn":
@@ -303,7 +343,9 @@ def _longest(config: HuggingFace, scaling: RopeScaling | None) -> int:
 
 
 def _rope(config: HuggingFace) -> tuple[float, RopeScaling | None]:
-    """Return the rotary base and scaling, from the one of the two keys that was taken and the keys next to it."""
+    """Return the rotary base and scaling, from the one of the two keys that was taken and the keys
+    next to it.
+    """
     rope = config.rope_parameters or config.rope_scaling or Rope()
     theta, kind = rope.rope_theta or config.rope_theta or DEFAULT_THETA, rope.given_type
     if (rope.partial_rotary_factor or 1.0) != 1.0:
@@ -313,7 +355,9 @@ def _rope(config: HuggingFace) -> tuple[float, RopeScaling | None]:
     if rope.mscale and rope.mscale_all_dim:
         raise UserError("YaRN with mscale is not supported")
     names = [entry.name for entry in fields(RopeScaling)]
-    known: dict[str, Any] = {name: value for name in names if (value := getattr(rope, name, None)) is not None}
+    known: dict[str, Any] = {
+        name: value for name in names if (value := getattr(rope, name, None)) is not None
+    }
     if kind in ("llama3", "yarn"):
         original = config.original_max_position_embeddings or rope.original_max_position_embeddings
         known["original_max_position_embeddings"] = original or config.max_position_embeddings

@@ -1,6 +1,8 @@
-"""Code from outside the package: modules that register policies, drafts, engines, backends and corpora of their own.
+"""Code from outside the package: modules that register policies, drafts, engines, backends and
+corpora of their own.
 
-Installed packages name such modules in the entry-point group `magicdec.plugins`; the key `plugins` names others.
+Installed packages name such modules in the entry-point group `magicdec.plugins`; the key `plugins`
+names others.
 """
 
 import importlib
@@ -31,7 +33,8 @@ def option_folders() -> list[Path]:
 
 
 def load(modules: Sequence[str]) -> None:
-    """Import the installed modules and these, which register themselves. Raise UserError for one that cannot be.
+    """Import the installed modules and these, which register themselves. Raise UserError for one
+    that cannot be.
 
     Modules in the working directory are found too.
     """
@@ -43,6 +46,10 @@ def load(modules: Sequence[str]) -> None:
         try:
             importlib.import_module(module)
         except Exception as error:  # a plugin may fail in any way
-            leave_out = "it, or leave it out" if origin.startswith("plugins") else "or uninstall its package"
+            leave_out = (
+                "it, or leave it out"
+                if origin.startswith("plugins")
+                else "or uninstall its package"
+            )
             reason = f"{module} cannot be imported ({in_one_line(error)})"
             raise UserError(f"{origin}: {reason}; correct {leave_out}") from error

@@ -1,7 +1,8 @@
 """Rules of single values, and the one line that a broken rule becomes.
 
-A group of the configuration is a frozen pydantic dataclass with `config=STRICT`: a text is no number, true is no 1, and
-an unknown key is an error. Rules that pydantic words well are its own, as in `Field(8, ge=1)`; others are `must`.
+A group of the configuration is a frozen pydantic dataclass with `config=STRICT`: a text is no
+number, true is no 1, and an unknown key is an error. Rules that pydantic words well are its own, as
+in `Field(8, ge=1)`; others are `must`.
 """
 
 import difflib
@@ -32,7 +33,9 @@ JSON = ConfigDict(strict=True, allow_inf_nan=False)  # of others' JSON, whose ot
 
 
 class BadValue(UserError):
-    """A value that breaks a rule: `key` is its own in the configuration, `type` pydantic's name of the rule."""
+    """A value that breaks a rule: `key` is its own in the configuration, `type` pydantic's name of
+    the rule.
+    """
 
     def __init__(self, line: str, key: str, type: str):
         super().__init__(line)
@@ -64,17 +67,22 @@ VALID = {
     "must": "{valid}",
 }
 
-NOT_FOR_TEXTS = ("int_type", "float_type", "bool_type", "must")  # rules that a number in quotes breaks
+# Rules that a number in quotes breaks.
+NOT_FOR_TEXTS = ("int_type", "float_type", "bool_type", "must")
 
 
 @dataclass(frozen=True)
 class must:
-    """An annotation with the words for any rule that is broken: its own, `holds`, or those annotated before."""
+    """An annotation with the words for any rule that is broken: its own, `holds`, or those
+    annotated before.
+    """
 
     valid: str
     holds: Callable[[Any], bool] = lambda value: True
 
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
         """Wrap the schema of what is annotated."""
 
         def check(value: Any, inner: ValidatorFunctionWrapHandler) -> Any:
@@ -98,7 +106,9 @@ def _share(value: Any) -> Any:
     return float(value[:-1]) / 100 if is_percentage else value
 
 
-Percentage = Annotated[float, Field(gt=0, lt=1), BeforeValidator(_share), must("must be a percentage, as in 2%")]
+Percentage = Annotated[
+    float, Field(gt=0, lt=1), BeforeValidator(_share), must("must be a percentage, as in 2%")
+]
 
 
 def whole(low: int, high: int) -> must:
@@ -108,30 +118,45 @@ def whole(low: int, high: int) -> must:
 
 def number(above: float, high: float) -> must:
     """Return the annotation of a number above one bound, and at most another."""
-    return must(f"must be a number above {above:g}, at most {high:g}", lambda value: above < value <= high)
+    return must(
+        f"must be a number above {above:g}, at most {high:g}", lambda value: above < value <= high
+    )
 
 
 def is_file_name(value: str) -> bool:
-    """Return whether a text is safe as the name of a file: no file system takes more than 255 bytes."""
-    return bool(re.fullmatch(r"\w[^/\\]*", value)) and value.isprintable() and len(value.encode()) <= 200
+    """Return whether a text is safe as the name of a file: no file system takes more than 255
+    bytes.
+    """
+    return (
+        bool(re.fullmatch(r"\w[^/\\]*", value))
+        and value.isprintable()
+        and len(value.encode()) <= 200
+    )
 
 
 FileName = Annotated[
     str | None,
     must(
-        "must be the name of a file: without separators, at most 200 bytes, and a letter or digit first",
+        "must be the name of a file: without separators, at most 200 bytes, and a letter or digit"
+        " first",
         lambda value: value is None or is_file_name(value),
     ),
 ]
 
 
 def _is_project(value: str) -> bool:
-    """Return whether W&B takes a text as the name of a project. It refuses others after the run has been measured."""
+    """Return whether W&B takes a text as the name of a project. It refuses others after the run has
+    been measured.
+    """
     return 0 < len(value) <= 128 and not set(value) & set("/\\#?%:")
 
 
 ProjectName = Annotated[
-    str, must("must be the name of a project: at most 128 characters, none of them / \\ # ? % :", _is_project)
+    str,
+    must(
+        "must be the name of a project: at most 128 characters, none of them / \\ # ? % :",
+        _is_project,
+    ),
 ]
 
 
@@ -143,7 +168,8 @@ def parse(kind: type[T], plain: Any, key: str = "", where: str = "") -> T:
 def parse_json(kind: type[T], text: str | bytes, key: str = "", where: str = "") -> T:
     """Return JSON as a typed object. Raise UserError for the first value that breaks a rule.
 
-    `key` is the data's own key, or empty; `where` is the file that it comes from, if it is not the configuration.
+    `key` is the data's own key, or empty; `where` is the file that it comes from, if it is not the
+    configuration.
     """
     try:
         return TypeAdapter(kind).validate_json(text)
@@ -152,12 +178,15 @@ def parse_json(kind: type[T], text: str | bytes, key: str = "", where: str = "")
 
 
 def parse_values(kind: type[T], plain: Any, where: str, key: str = "") -> dict[str, T]:
-    """Return an object of any keys with values of one kind. Raise UserError for the first value that breaks a rule.
+    """Return an object of any keys with values of one kind. Raise UserError for the first value
+    that breaks a rule.
 
     Stops there, because anyone may have written the file, and it may hold millions of them.
     """
     if not isinstance(plain, dict):
-        raise UserError(f"{where}: {key}{'=' * bool(key)}{SHORT.repr(plain)}: must be a JSON object")
+        raise UserError(
+            f"{where}: {key}{'=' * bool(key)}{SHORT.repr(plain)}: must be a JSON object"
+        )
     adapter, found = TypeAdapter(kind), {}
     for name, value in plain.items():
         try:
@@ -169,11 +198,15 @@ def parse_values(kind: type[T], plain: Any, where: str, key: str = "") -> dict[s
 
 def refusal(error: ValidationError, key: str = "", where: str = "") -> BadValue:
     """Return the error of the first value that breaks a rule; missing ones come last."""
-    return bad_value(min(error.errors(), key=lambda one: one["type"].startswith("missing")), key, where)
+    return bad_value(
+        min(error.errors(), key=lambda one: one["type"].startswith("missing")), key, where
+    )
 
 
-def bad_value(error: ErrorDetails, parent: str = "", where: str = "") -> BadValue:
-    """Return the error of a value: the line has its file and its key below `parent`, the value, and what is valid."""
+def bad_value(error: ErrorDetails, parent: str = "", where: str = "") -> BadValue:  # noqa: C901
+    """Return the error of a value: the line has its file and its key below `parent`, the value, and
+    what is valid.
+    """
     *path, name = [str(part) for part in error["loc"]] or [""]
     if path[:1] == ["scenario"]:
         del path[1:]  # which of the union's classes was meant
@@ -186,14 +219,19 @@ def bad_value(error: ErrorDetails, parent: str = "", where: str = "") -> BadValu
         return BadValue(f"{begin}{key} is missing a value", key, "missing")
     if error["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
         return BadValue(f"{begin}unknown key {key}", key, "unknown")
-    if error["type"] == "value_error":  # a UserError that a class has raised about its values together
+    # A UserError that a class has raised about its values together.
+    if error["type"] == "value_error":
         said = str(error["ctx"]["error"])
-        return BadValue(begin + (said if said.startswith(key) else f"{key}: {said}"), key, error["type"])
+        return BadValue(
+            begin + (said if said.startswith(key) else f"{key}: {said}"), key, error["type"]
+        )
     if error["type"] == "json_invalid":
         return BadValue(f"{begin}{error['msg']}", key, error["type"])
     context, value = error.get("ctx", {}), error["input"]
     if error["type"] in ("literal_error", "enum"):
-        options = [option.strip("' ") for option in context["expected"].replace(" or ", ", ").split(", ")]
+        options = [
+            option.strip("' ") for option in context["expected"].replace(" or ", ", ").split(", ")
+        ]
         valid = f"must be one of {', '.join(options)}{did_you_mean(value, options)}"
     elif where and error["type"] in ("dataclass_type", "dict_type"):
         valid = "must be a JSON object"
@@ -202,10 +240,20 @@ def bad_value(error: ErrorDetails, parent: str = "", where: str = "") -> BadValu
     else:
         valid = VALID.get(error["type"], error["msg"]).format_map(context)
     shown = SHORT.repr(value) if where else in_yaml(value)
-    if not where and isinstance(value, str) and error["type"] in NOT_FOR_TEXTS and _is_plain_number(value):
+    if (
+        not where
+        and isinstance(value, str)
+        and error["type"] in NOT_FOR_TEXTS
+        and _is_plain_number(value)
+    ):
         shown = f'"{value}"'
-        valid += "; this is a text: write it without quotes, and a variable as '${oc.decode:${oc.env:NAME}}'"
-    return BadValue(f"{begin}{key}={shown}: {valid}" if key else f"{begin}{valid}", key, error["type"])
+        valid += (
+            "; this is a text: write it without quotes, and a variable as"
+            " '${oc.decode:${oc.env:NAME}}'"
+        )
+    return BadValue(
+        f"{begin}{key}={shown}: {valid}" if key else f"{begin}{valid}", key, error["type"]
+    )
 
 
 def _is_plain_number(text: str) -> bool:

@@ -6,10 +6,12 @@ GIB = 1 << 30  # bytes
 
 
 def both_speedups(row: float, batch: float | None, of_row: str = "", of_batch: str = "") -> str:
-    """Return both speedups in a phrase: a row's, and that of the batch, which waits for its slowest row, each followed
-    by its interval.
+    """Return both speedups in a phrase: a row's, and that of the batch, which waits for its slowest
+    row, each followed by its interval.
     """
-    return f"{row:.2f}x{of_row} per row" + (f" and {batch:.2f}x{of_batch} per batch" if batch else "")
+    return f"{row:.2f}x{of_row} per row" + (
+        f" and {batch:.2f}x{of_batch} per batch" if batch else ""
+    )
 
 
 def in_minutes(seconds: float | None) -> str:

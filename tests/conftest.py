@@ -16,7 +16,8 @@ from magicdec import threads
 from magicdec.measure import ceilings
 from magicdec.threads import num_cores
 
-# The models here are so small that a second thread only waits; on a busy machine the threads wait for each other.
+# The models here are so small that a second thread only waits; on a busy machine the threads wait
+# for each other.
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"  # of the programs that tests start
 os.environ.setdefault("GOMP_SPINCOUNT", threads.SPIN_COUNT)  # which they would set themselves
@@ -24,14 +25,16 @@ os.environ.setdefault("GOMP_SPINCOUNT", threads.SPIN_COUNT)  # which they would 
 ceilings.MATMUL_ON, ceilings.READ_ON = {"cpu": 128, "cuda": 1024}, {"cpu": 1 << 22, "cuda": 1 << 22}
 # Another one gives every test other random numbers, and the tests another order (CONTRIBUTING.md).
 SEED = int(os.environ.get("MAGICDEC_TEST_SEED", "0"))
-# On a busy machine an example may take any time; what hangs ends by the timeout of its test. Examples are the same in
-# each run, unless another seed is asked for.
+# On a busy machine an example may take any time; what hangs ends by the timeout of its test.
+# Examples are the same in each run, unless another seed is asked for.
 settings.register_profile("suite", deadline=None, derandomize=not SEED)
 settings.load_profile("suite")
 
 
 class TorchNumbers:
-    """PyTorch's generator as Hypothesis asks for it, so that each example begins with the same numbers."""
+    """PyTorch's generator as Hypothesis asks for it, so that each example begins with the same
+    numbers.
+    """
 
     seed = staticmethod(torch.manual_seed)
     getstate = staticmethod(torch.get_rng_state)
@@ -40,7 +43,8 @@ class TorchNumbers:
 
 TORCH = TorchNumbers()  # Hypothesis keeps a weak reference
 register_random(TORCH)
-# Whoever is started in the background of a script ignores Ctrl-C, and so would the programs that tests interrupt.
+# Whoever is started in the background of a script ignores Ctrl-C, and so would the programs that
+# tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -56,7 +60,9 @@ def pytest_xdist_auto_num_workers():
 
 
 def pytest_collection_modifyitems(items):
-    """Begin with the longest test, which would otherwise end long after all others. Skip tests that need a GPU."""
+    """Begin with the longest test, which would otherwise end long after all others. Skip tests that
+    need a GPU.
+    """
     if SEED:
         items.sort(key=lambda item: [seed_of(item.nodeid.split("::")[0]), seed_of(item.nodeid)])
     items.sort(key=lambda item: item.path.name != "test_interpreted.py")
@@ -67,7 +73,9 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Take what is imported out of the garbage collector's sight: it stays, and each visit takes a second."""
+    """Take what is imported out of the garbage collector's sight: it stays, and each visit takes a
+    second.
+    """
     gc.collect()
     gc.freeze()
 
@@ -78,7 +86,9 @@ def pytest_unconfigure():
 
 
 def seed_of(name):
-    """Return the seed of a test or a fixture: its own, whatever runs before it and in whatever process."""
+    """Return the seed of a test or a fixture: its own, whatever runs before it and in whatever
+    process.
+    """
     return crc32(f"{SEED} {name}".encode())
 
 
@@ -110,7 +120,9 @@ def here(tmp_path, monkeypatch):
 
 @pytest.fixture
 def hydra_logging():
-    """Undo what Hydra does to the root logger: its handlers write to what pytest has closed by the next test."""
+    """Undo what Hydra does to the root logger: its handlers write to what pytest has closed by the
+    next test.
+    """
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
     yield

@@ -1,7 +1,7 @@
 """A plugin of pytest that speeds up Triton's interpreter; test_interpreted.py loads it.
 
-The interpreter replaces the language's functions by its own at every call of a device function. This plugin does it
-once for each module.
+The interpreter replaces the language's functions by its own at every call of a device function.
+This plugin does it once for each module.
 """
 
 from triton.runtime import interpreter

@@ -1,4 +1,6 @@
-"""What a picture shows, by its pixels: the share that is not background, and where the pixels of a colour are."""
+"""What a picture shows, by its pixels: the share that is not background, and where the pixels of a
+colour are.
+"""
 
 import io
 from pathlib import Path
@@ -37,7 +39,9 @@ def spots(picture: bytes | Path, colour: str, least: int = 30) -> list[tuple[flo
 
 
 def changed(before: bytes | Path, after: bytes | Path) -> tuple[int, int, int, int]:
-    """Return the box (left, top, right, bottom) of the pixels in which two pictures of one size differ."""
+    """Return the box (left, top, right, bottom) of the pixels in which two pictures of one size
+    differ.
+    """
     box = ImageChops.difference(opened(before), opened(after)).getbbox()
     assert box is not None, "the same picture"
     return box

@@ -1,7 +1,8 @@
 """Python programs, each in a process of its own that begins with PyTorch and its company imported.
 
-Such an import takes longer than most programs of the tests. A server process imports once, and every program is forked
-from it; it is as fresh as a new interpreter in all but that. A test of the import itself starts an interpreter.
+Such an import takes longer than most programs of the tests. A server process imports once, and
+every program is forked from it; it is as fresh as a new interpreter in all but that. A test of the
+import itself starts an interpreter.
 """
 
 import multiprocessing
@@ -43,7 +44,9 @@ class Program:
     def finish(self, timeout: float = 120) -> CompletedProcess:
         """Wait for the end of the program. Return what subprocess.run returns."""
         self._process.join(timeout)
-        out, err = (Path(self._output.name, name).read_text(encoding="utf-8") for name in ("out", "err"))
+        out, err = (
+            Path(self._output.name, name).read_text(encoding="utf-8") for name in ("out", "err")
+        )
         if self._process.exitcode is None:
             self.kill()
             raise TimeoutError(f"{self.args} took longer than {timeout} s: {out}{err}")
@@ -51,7 +54,9 @@ class Program:
         return CompletedProcess(self.args, self._process.exitcode, out, err)
 
 
-def python(*arguments: object, cwd: Path = ROOT, env: Mapping[str, str] | None = None) -> CompletedProcess:
+def python(
+    *arguments: object, cwd: Path = ROOT, env: Mapping[str, str] | None = None
+) -> CompletedProcess:
     """Run a program to its end."""
     return Program(*arguments, cwd=cwd, env=env).finish()
 

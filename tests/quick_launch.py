@@ -1,8 +1,8 @@
-"""launch.py with a plan and a scenario that take a moment, and no PyTorch; the process launcher's jobs are this, too.
+"""launch.py with a plan and a scenario that take a moment, and no PyTorch; the process launcher's
+jobs are this, too.
 
-It says in the folder QUICK_STARTS, by an empty file, each time that a run is begun, and takes QUICK_SECONDS. It waits
-QUICK_PATIENCE_S for W&B.
-draft.gamma=6 crashes, 7 is killed.
+It says in the folder QUICK_STARTS, by an empty file, each time that a run is begun, and takes
+QUICK_SECONDS. It waits QUICK_PATIENCE_S for W&B. draft.gamma=6 crashes, 7 is killed.
 """
 
 import os
@@ -23,7 +23,9 @@ CPU = SimpleNamespace(type="cpu")
 def quick(plan, run, progress):
     config = plan.config
     gamma, budget = config.draft.gamma, config.cache.budget
-    Path(os.environ["QUICK_STARTS"], f"{gamma}-{budget}-{time.monotonic_ns()}-{os.getpid()}").touch()
+    Path(
+        os.environ["QUICK_STARTS"], f"{gamma}-{budget}-{time.monotonic_ns()}-{os.getpid()}"
+    ).touch()
     begin = time.monotonic()
     time.sleep(float(os.environ.get("QUICK_SECONDS", "0.02")))
     if gamma == 6:
@@ -39,7 +41,9 @@ def quick(plan, run, progress):
             "end": time.monotonic(),
         }
         | {"gpus": os.environ.get("CUDA_VISIBLE_DEVICES")},
-        generations=[{"row": 0, "context_len": 64, "autoregressive": tokens, "speculative": tokens}],
+        generations=[
+            {"row": 0, "context_len": 64, "autoregressive": tokens, "speculative": tokens}
+        ],
         history=[{"round": 0, "accepted": 1.0}],
         samples=[{"row": 0, "autoregressive": "text"}],
         view="done",
@@ -51,7 +55,13 @@ run = quick
 
 def prepare(config):
     return SimpleNamespace(
-        config=config, fingerprints={}, device_name="a device", num_ranks=1, warnings=list, device=CPU, predicts=True
+        config=config,
+        fingerprints={},
+        device_name="a device",
+        num_ranks=1,
+        warnings=list,
+        device=CPU,
+        predicts=True,
     )
 
 
@@ -66,7 +76,9 @@ def seconds(plan, attempts):
 if __name__ in ("__main__", "__mp_main__"):  # the command, and its jobs
     magicdec.scenarios._scenario = lambda config: sys.modules[__name__]
     # Which a dry run asks for num_bytes and seconds.
-    sys.modules["magicdec.planning.fits"] = sys.modules["magicdec.planning.duration"] = sys.modules[__name__]
+    sys.modules["magicdec.planning.fits"] = sys.modules["magicdec.planning.duration"] = sys.modules[
+        __name__
+    ]
     if patience := os.environ.get("QUICK_PATIENCE_S"):
         wandb.INIT_TIMEOUT_S = wandb.FINISH_TIMEOUT_S = float(patience)
 

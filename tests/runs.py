@@ -19,12 +19,20 @@ from magicdec.tracking.store import Run
 from tests.programs import ROOT
 
 TINY = ROOT / "magicdec" / "models" / "tiny"
-SMALL = ["hardware=cpu", "batch.size=2", "batch.context_len=256", "batch.generate_len=12", "cache.budget=64"]
+SMALL = [
+    "hardware=cpu",
+    "batch.size=2",
+    "batch.context_len=256",
+    "batch.generate_len=12",
+    "cache.budget=64",
+]
 SMALL += ["scenario.repeats=1", "scenario.profile_repeats=1", "tracker=[]"]
 
 
 def run_here(runs: Path, *keys: str, job: Job = Job()) -> api.Result:  # noqa: B008  # which is frozen
-    """Run a small configuration with these keys, as a job of a sweep or alone, and return what it has stored."""
+    """Run a small configuration with these keys, as a job of a sweep or alone, and return what it
+    has stored.
+    """
     return api._result(compose([*SMALL, f"runs_dir={runs}", *keys]), job)
 
 

@@ -21,17 +21,34 @@ from magicdec.engine.decoder import Generation
 from magicdec.engine.native import Batch
 from magicdec.models.transformer import Transformer
 
-__all__ = ["VOCAB", "cache_config", "machine", "new_engine", "noisy_copy", "open_batch", "random_prompts"]
+__all__ = [
+    "VOCAB",
+    "cache_config",
+    "machine",
+    "new_engine",
+    "noisy_copy",
+    "open_batch",
+    "random_prompts",
+]
 __all__ += ["small_drafter", "small_head", "small_model"]
 __all__ += ["accepted", "drafting"]
 
 
 def drafting(
-    draft: str, target: Transformer, lengths: Sequence[int], noise: float = 0.15, seed: int = 0, **settings: Any
+    draft: str,
+    target: Transformer,
+    lengths: Sequence[int],
+    noise: float = 0.15,
+    seed: int = 0,
+    **settings: Any,
 ) -> Batch:
-    """Open and prefill a batch of random prompts, with the model that the draft needs next to its target."""
+    """Open and prefill a batch of random prompts, with the model that the draft needs next to its
+    target.
+    """
     model = small_drafter(draft, target, noise)
-    return open_batch(target, random_prompts(lengths, seed), draft_name=draft, draft_model=model, **settings)
+    return open_batch(
+        target, random_prompts(lengths, seed), draft_name=draft, draft_model=model, **settings
+    )
 
 
 def accepted(generation: Generation) -> Tensor:

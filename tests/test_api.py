@@ -1,4 +1,6 @@
-"""The Python API: the same tokens as elsewhere, one line for every mistake, and a model that outlives all of them."""
+"""The Python API: the same tokens as elsewhere, one line for every mistake, and a model that
+outlives all of them.
+"""
 
 import doctest
 import gc
@@ -28,10 +30,26 @@ from tests.programs import ROOT
 from tests.runs import TINY, one_line
 
 TARGET = TINY / "target"
-SETTINGS = {"device": "cpu", "attention": "sdpa", "batch_size": 2, "context_len": 256, "progress": False}
-SMALL = ["batch.size=2", "batch.context_len=64", "batch.generate_len=12", "cache.budget=16", "scenario.repeats=1"]
+SETTINGS = {
+    "device": "cpu",
+    "attention": "sdpa",
+    "batch_size": 2,
+    "context_len": 256,
+    "progress": False,
+}
+SMALL = [
+    "batch.size=2",
+    "batch.context_len=64",
+    "batch.generate_len=12",
+    "cache.budget=16",
+    "scenario.repeats=1",
+]
 SMALL += ["hardware=cpu", "attention=sdpa", "tracker=[]"]
-TEXTS = ["def __init__(self, name):\n    self.name = ", "import os\n", "class Slots:\n    def close(self):\n" * 4]
+TEXTS = [
+    "def __init__(self, name):\n    self.name = ",
+    "import os\n",
+    "class Slots:\n    def close(self):\n" * 4,
+]
 LONG = "for number, line in enumerate(lines):\n    if line.startswith('#'):\n        continue\n" * 4
 
 
@@ -48,7 +66,9 @@ def expected(model):
     written = []
     for text in TEXTS:
         ids = torch.tensor([tokenizer.encode(text)])
-        out = reference.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
+        out = reference.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False
+        )
         written.append(out[0, ids.shape[1] :].tolist())
     return written
 
@@ -82,7 +102,9 @@ def idle(model) -> bool:
 def test_greedy_text_is_that_of_transformers(model, expected):
     out = model.generate(TEXTS, max_tokens=24)  # more prompts than slots
     assert [one.ids for one in out] == expected
-    assert [one.text for one in out] == [model.tokenizer.decode(ids, skip_special_tokens=True) for ids in expected]
+    assert [one.text for one in out] == [
+        model.tokenizer.decode(ids, skip_special_tokens=True) for ids in expected
+    ]
     assert {one.end for one in out} == {"length"}
     assert written(model, TEXTS[0], 24) == expected[:1]
     encoded = [model.tokenizer.encode(text) for text in TEXTS[:2]]
@@ -91,7 +113,10 @@ def test_greedy_text_is_that_of_transformers(model, expected):
 
 
 def test_a_model_says_what_it_is(model):
-    title = "tiny, self-speculation, gamma 3, streaming cache, budget 16, 4 sinks; 2 slots of 320 tokens"
+    title = (
+        "tiny, self-speculation, gamma 3, streaming cache, budget 16, 4 sinks; 2 slots of 320"
+        " tokens"
+    )
     assert repr(model) == f"<Model: {title}>"
 
 
@@ -110,7 +135,9 @@ def test_acceptance_and_times_of_each_prompt_and_of_all(model):
     out = model.generate([LONG, TEXTS[0]], max_tokens=40)
     stats = [one.stats for one in out]
     assert [s.tokens for s in stats] == [40, 40]
-    assert [s.prompt_tokens for s in stats] == [len(model.tokenizer.encode(text)) for text in (LONG, TEXTS[0])]
+    assert [s.prompt_tokens for s in stats] == [
+        len(model.tokenizer.encode(text)) for text in (LONG, TEXTS[0])
+    ]
     assert all(0 < s.time_to_first_token_s < s.request_latency_s for s in stats)
     proposed, accepted = (sum(getattr(s, name) for s in stats) for name in ("proposed", "accepted"))
     assert 0 < accepted < proposed
@@ -140,7 +167,9 @@ def test_samples_are_those_of_a_run_and_do_not_depend_on_neighbours(model):
 def test_a_stream_is_what_generate_writes(model, expected):
     pieces = list(model.stream(TEXTS[0], max_tokens=24))
     assert [token for piece in pieces for token in piece.ids] == expected[0]
-    assert "".join(piece.text for piece in pieces) == model.generate(TEXTS[0], max_tokens=24)[0].text
+    assert (
+        "".join(piece.text for piece in pieces) == model.generate(TEXTS[0], max_tokens=24)[0].text
+    )
     assert len(pieces) < 24
     # Half a character at the end comes with a last piece.
     assert len(model.tokenizer.encode("→")) > 1
@@ -206,7 +235,11 @@ def test_a_failed_round_is_raised_and_the_next_call_works(model, expected, monke
         (["x", 5], {}, "prompt=5: must be a text or a list of token ids"),
         ("a\ud800", {}, r"prompt='a\ud800': holds half of a surrogate pair"),
         (None, {}, "prompt=None: must be a text or a list of token ids"),
-        ([1] * 300, {"max_tokens": 21}, "the prompt has 300 tokens and max_tokens=21: together they may be 320"),
+        (
+            [1] * 300,
+            {"max_tokens": 21},
+            "the prompt has 300 tokens and max_tokens=21: together they may be 320",
+        ),
         ("x", {"max_tokens": 0}, "max_tokens=0: must be at least 1"),
         ("x", {"max_tokens": 2.5}, "max_tokens=2.5: must be a whole number"),
         ("x", {"top_p": 2}, "top_p=2: must be from 1e-30 to 1"),
@@ -217,7 +250,11 @@ def test_a_failed_round_is_raised_and_the_next_call_works(model, expected, monke
     ],
 )
 def test_mistakes_in_a_request(model, prompts, options, said):
-    calls = [model.generate] if isinstance(prompts, list) and "x" in prompts else [model.generate, model.stream]
+    calls = (
+        [model.generate]
+        if isinstance(prompts, list) and "x" in prompts
+        else [model.generate, model.stream]
+    )
     for call in calls:
         with pytest.raises(magicdec.UserError, match=one_line(said)):
             call(prompts, **options)
@@ -230,7 +267,10 @@ def test_mistakes_in_a_request(model, prompts, options, said):
         ({"target": "tny"}, "did you mean tiny?"),
         ({"target": "/nowhere/at all"}, "target.path=/nowhere/at all"),
         ({"draft": "slef"}, "draft=slef: no such option; one of: "),
-        ({"draft_model": "tiny-draft"}, "target@draft.model: this draft has no model of its own; use draft=model"),
+        (
+            {"draft_model": "tiny-draft"},
+            "target@draft.model: this draft has no model of its own; use draft=model",
+        ),
         ({"budget": 3}, "cache.budget=3: must be above cache.num_sink=4"),
         ({"cache": "full", "budget": 300}, "cache.budget=300 has no effect with cache=full"),
         ({"overrides": ["cache.budgt=3"]}, "unknown key cache.budgt; did you mean cache.budget?"),
@@ -243,7 +283,10 @@ def test_mistakes_in_a_configuration(arguments, said):
 
 def test_a_model_that_does_not_fit(monkeypatch):
     monkeypatch.setattr("magicdec.measure.memory.available_bytes", lambda _: 1 << 20)
-    with pytest.raises(magicdec.UserError, match=r"batch.size=2 at batch.context_len=256 needs about .* not even one"):
+    with pytest.raises(
+        magicdec.UserError,
+        match=r"batch.size=2 at batch.context_len=256 needs about .* not even one",
+    ):
         magicdec.load("tiny", **SETTINGS)
 
 
@@ -251,14 +294,20 @@ def test_a_folder_and_a_second_model_at_once(model, expected, tmp_path):
     folder = tmp_path / "it's a copy, with=signs"
     folder.symlink_to(TARGET)
     draft = TINY / "draft"
-    second = magicdec.load(folder, draft="model", draft_model=draft, cache="full", gamma=2, **SETTINGS)
+    second = magicdec.load(
+        folder, draft="model", draft_model=draft, cache="full", gamma=2, **SETTINGS
+    )
     with ThreadPoolExecutor() as pool:
-        assert list(pool.map(lambda one: written(one, TEXTS, 24), (model, second, model))) == [expected] * 3
+        assert (
+            list(pool.map(lambda one: written(one, TEXTS, 24), (model, second, model)))
+            == [expected] * 3
+        )
     weights = weakref.ref(second._engine.scheduler.slots.engine.target)
     del second
     gc.collect()
     assert weights() is None
-    assert "magicdec-scheduler" in {thread.name for thread in threading.enumerate()}  # the first one's
+    # The first one's.
+    assert "magicdec-scheduler" in {thread.name for thread in threading.enumerate()}
 
 
 def test_a_closed_model_says_so():
@@ -272,9 +321,16 @@ def test_a_closed_model_says_so():
 
 
 def test_a_study_shares_what_its_cells_have_in_common(tmp_path):
-    cells = [[*SMALL, f"runs_dir={tmp_path}", "draft.gamma=2", f"cache.budget={budget}"] for budget in (16, 32, 16)]
+    cells = [
+        [*SMALL, f"runs_dir={tmp_path}", "draft.gamma=2", f"cache.budget={budget}"]
+        for budget in (16, 32, 16)
+    ]
     results = magicdec.study(cells)
-    assert [one.metrics["prefill/shared"] for one in results] == [False, True, False], "the last was done already"
+    assert [one.metrics["prefill/shared"] for one in results] == [
+        False,
+        True,
+        False,
+    ], "the last was done already"
     assert results[2].folder == results[0].folder
     assert [one.metrics["overrides"] for one in results] == [cells[0], cells[1], cells[0]]
     (sweep,) = (tmp_path / "sweeps").iterdir()
@@ -292,9 +348,13 @@ def test_run_is_what_the_command_line_does(model, tmp_path, capsys):
     assert result.metrics["lossless/identical"] is True
     assert result.metrics["overrides"] == typed
     assert {row["gamma"] for row in result.history} == {3}
-    out = model.generate([row["prompt"] for row in result.generations], max_tokens=12, ignore_eos=True)
+    out = model.generate(
+        [row["prompt"] for row in result.generations], max_tokens=12, ignore_eos=True
+    )
     assert [one.ids for one in out] == [row["speculative"] for row in result.generations]
-    predicted = magicdec.run(["scenario=predict", "hardware=a100", f"runs_dir={tmp_path}", "wandb.mode=disabled"])
+    predicted = magicdec.run(
+        ["scenario=predict", "hardware=a100", f"runs_dir={tmp_path}", "wandb.mode=disabled"]
+    )
     ids = [result.metrics["id"], predicted.metrics["id"]]
     names = magicdec.runs(tmp_path)[["id", "scenario.name"]].values.tolist()
     assert names == [[ids[0], "compare"], [ids[1], "predict"]]
@@ -319,9 +379,13 @@ def test_mistakes_in_a_run_leave_nothing(overrides, said, tmp_path):
     assert not any(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("function", [magicdec.run, magicdec.load, partial(magicdec.predict, "tiny", "a100")])
+@pytest.mark.parametrize(
+    "function", [magicdec.run, magicdec.load, partial(magicdec.predict, "tiny", "a100")]
+)
 def test_overrides_are_a_list(function):
-    with pytest.raises(magicdec.UserError, match=r"^overrides='draft.gamma=1': must be a list, as in"):
+    with pytest.raises(
+        magicdec.UserError, match=r"^overrides='draft.gamma=1': must be a list, as in"
+    ):
         function(overrides="draft.gamma=1")
 
 
@@ -331,15 +395,35 @@ def test_runs_that_are_not_there(tmp_path):
 
 
 def test_a_prediction_is_that_of_the_command_line(tmp_path):
-    arguments = {"budget": 512, "batch_size": 64, "context_len": 32000, "alpha": 0.8, "gammas": [2, 3]}
+    arguments = {
+        "budget": 512,
+        "batch_size": 64,
+        "context_len": 32000,
+        "alpha": 0.8,
+        "gammas": [2, 3],
+    }
     prediction = magicdec.predict("llama-3.1-8b", "8xa100", **arguments)
-    typed = ["scenario=predict", "target=llama-3.1-8b", "hardware=8xa100", "cache.budget=512", "batch.size=64"]
-    typed += ["batch.context_len=32000", "scenario.alpha=0.8", "scenario.gammas=[2,3]", "wandb.mode=disabled"]
+    typed = [
+        "scenario=predict",
+        "target=llama-3.1-8b",
+        "hardware=8xa100",
+        "cache.budget=512",
+        "batch.size=64",
+    ]
+    typed += [
+        "batch.context_len=32000",
+        "scenario.alpha=0.8",
+        "scenario.gammas=[2,3]",
+        "wandb.mode=disabled",
+    ]
     stored = magicdec.run([*typed, f"runs_dir={tmp_path}"]).metrics
     assert prediction.best.gamma == stored["predicted/gamma"] == 3
     assert prediction.best.speedup == pytest.approx(stored["predicted/speedup"])
     what = "llama-3.1-8b on 8xa100, 64 x 32,000, draft self, streaming 512"
-    both = f"{prediction.best.speedup:.2f}x per row and {stored['predicted/speedup_wall']:.2f}x per batch"
+    both = (
+        f"{prediction.best.speedup:.2f}x per row and {stored['predicted/speedup_wall']:.2f}x per"
+        " batch"
+    )
     assert repr(prediction) == f"<Prediction: {what}: {both}, with gamma 3>"
     with pytest.raises(magicdec.UserError, match=r"^cache\.budget=512 has no effect"):
         magicdec.predict("llama-3.1-8b", "8xa100", cache="full", **arguments)
@@ -356,6 +440,9 @@ def test_importing_is_cheap():
 
 def test_the_page_of_the_api(here):
     """Its examples run as they stand, and print what it says."""
-    flags = {"optionflags": doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE, "globs": {"Path": Path}}
+    flags = {
+        "optionflags": doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE,
+        "globs": {"Path": Path},
+    }
     found = doctest.testfile(str(ROOT / "docs/python.md"), module_relative=False, **flags)
     assert (found.failed, found.attempted > 10) == (0, True)

@@ -1,4 +1,6 @@
-"""The architecture page names the functions that a run goes through, in their order: a quick run is watched."""
+"""The architecture page names the functions that a run goes through, in their order: a quick run is
+watched.
+"""
 
 import re
 import sys
@@ -23,7 +25,9 @@ def way_of_a_run():
 
 
 def calls_of(monkeypatch, arguments):
-    """Run a command here. Return each function of the package at its first call, as (file, name)."""
+    """Run a command here. Return each function of the package at its first call, as (file,
+    name).
+    """
     calls = []
 
     def watch(frame, event, _):

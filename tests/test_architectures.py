@@ -57,7 +57,9 @@ def test_every_target_is_checked_here():
 def test_an_option_of_ones_own_names_its_config_json(here):
     option = "name: mine\npath: null\nweights: random\narchitecture: theirs.json\n"
     folder = written(here, {"conf/target/mine.yaml": option}) / "conf" / "target"
-    with pytest.raises(UserError, match=r"mine.yaml: architecture=theirs.json: no such file next to it"):
+    with pytest.raises(
+        UserError, match=r"mine.yaml: architecture=theirs.json: no such file next to it"
+    ):
         compose(["target=mine"])
     (folder / "theirs.json").write_text("{")
     with pytest.raises(UserError, match=r"theirs.json is not valid JSON"):

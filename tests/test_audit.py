@@ -1,4 +1,6 @@
-"""`magicdec audit`: outputs of engines that are right, that are wrong in known ways, and that are not the target's."""
+"""`magicdec audit`: outputs of engines that are right, that are wrong in known ways, and that are
+not the target's.
+"""
 
 import json
 import re
@@ -15,7 +17,13 @@ from magicdec.planning.resolve import resolve
 from magicdec.tracking.progress import progress
 from tests.runs import TINY, run_here
 
-KEYS = ["hardware=cpu", "batch.context_len=160", "batch.generate_len=40", "cache.budget=48", "draft.gamma=3"]
+KEYS = [
+    "hardware=cpu",
+    "batch.context_len=160",
+    "batch.generate_len=40",
+    "cache.budget=48",
+    "draft.gamma=3",
+]
 
 
 def recorded(folder, *overrides: str, rows=6, fault=lambda patch: None, again: bool = False) -> str:
@@ -32,7 +40,9 @@ def recorded(folder, *overrides: str, rows=6, fault=lambda patch: None, again: b
         fault(patch)
         fast = batch.decoder.generate(batch.draft).tokens
     names = ("prompt", "autoregressive", "speculative", "again")
-    lines = [dict(zip(names, row, strict=True)) for row in zip(prompts, plain, fast, second, strict=True)]
+    lines = [
+        dict(zip(names, row, strict=True)) for row in zip(prompts, plain, fast, second, strict=True)
+    ]
     path = folder / "outputs.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return str(path)
@@ -53,7 +63,9 @@ def wrong_bonus(patch):
 
 def rollback_off_by_one(patch):
     commit = KVCache.commit
-    patch.setattr(KVCache, "commit", lambda cache, n, count_B: commit(cache, n, count_B - int(n > 1)))
+    patch.setattr(
+        KVCache, "commit", lambda cache, n, count_B: commit(cache, n, count_B - int(n > 1))
+    )
 
 
 def stale_entries(patch):
@@ -85,7 +97,9 @@ def test_an_engine_that_is_right_passes_with_its_control(tmp_path, capsys):
 
 def test_outputs_of_other_weights_are_no_defect_but_told(tmp_path, capsys):
     assert audit.main([recorded(tmp_path), "target=tiny-draft"]) == 0
-    assert "in 6 of 6 rows the target would not write the baseline itself" in capsys.readouterr().out
+    assert (
+        "in 6 of 6 rows the target would not write the baseline itself" in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize(
@@ -111,7 +125,10 @@ def test_verdicts(tokens, before, after, verdict, at):
         ("", "holds no row"),
         ('{"autoregressive": [1], "speculative": [1]}', "data.save_prompts=true"),
         ('{"prompt": [], "autoregressive": [1], "speculative": [1]}', "holds no row"),
-        ('{"prompt": [1], "autoregressive": [1], "speculative": [9999]}', "row 0: holds a token outside"),
+        (
+            '{"prompt": [1], "autoregressive": [1], "speculative": [9999]}',
+            "row 0: holds a token outside",
+        ),
     ],
 )
 def test_what_cannot_be_audited_is_told_in_one_line(text, said, tmp_path, capsys):
@@ -129,7 +146,8 @@ def test_a_run_is_decoded_again_by_its_own_target_and_in_its_own_type(tmp_path, 
     folder = str(run_here(tmp_path, *keys).folder)
     assert audit.main([folder]) == 0
     assert "would not write the baseline" not in capsys.readouterr().out
-    assert audit.main([folder, "hardware.dtype=float32"]) == 0  # the tokens are judged as those of bfloat16
+    # The tokens are judged as those of bfloat16.
+    assert audit.main([folder, "hardware.dtype=float32"]) == 0
     assert "would not write the baseline" not in capsys.readouterr().out
 
 
@@ -139,7 +157,9 @@ def test_a_thousand_rows_of_bfloat16_raise_no_alarm(tmp_path, capsys):
     """They are decoded again in float32, whose order of sums is another."""
     short = ["hardware.dtype=bfloat16", "batch.context_len=64", "batch.generate_len=12"]
     path = recorded(tmp_path, *short, rows=1000)
-    assert audit.main([path, "hardware.dtype=float32", "--engine-dtype=bfloat16", "--rows=100"]) == 0
+    assert (
+        audit.main([path, "hardware.dtype=float32", "--engine-dtype=bfloat16", "--rows=100"]) == 0
+    )
     told = capsys.readouterr().out
     assert "1,000 rows" in told
     assert "would not write the baseline" not in told

@@ -1,4 +1,6 @@
-"""`magicdec check-plugin`: what is right passes, and what is wrong is found, of policies and drafts."""
+"""`magicdec check-plugin`: what is right passes, and what is wrong is found, of policies and
+drafts.
+"""
 
 import re
 
@@ -54,7 +56,8 @@ def check(tmp_path, monkeypatch, capsys, request):
     """A function that checks a module of the working directory with this source."""
     monkeypatch.setattr(registry, "PLUGINS", {})
     for one in (registry.POLICIES, registry.DRAFTS):
-        monkeypatch.setattr(one, "_entries", {name: one[name] for name in one})  # all are loaded now
+        # All are loaded now.
+        monkeypatch.setattr(one, "_entries", {name: one[name] for name in one})
 
     def run(source, options=OPTIONS):
         module = re.sub(r"\W", "_", request.node.name)
@@ -76,8 +79,18 @@ def test_the_examples_of_the_documentation_pass(check, source, lines):
     ("source", "wrong", "by", "line"),
     [
         (POLICY, "compact = True", ONE_MORE, "takes the bytes"),
-        (POLICY, "return max(0, budget", "1 / 0\n        return max(0, budget", "ZeroDivisionError: division by zero"),
-        (POLICY, "    settings: Strided\n", NO_ROWS, "copy_row leaves out what proposals depend on"),
+        (
+            POLICY,
+            "return max(0, budget",
+            "1 / 0\n        return max(0, budget",
+            "ZeroDivisionError: division by zero",
+        ),
+        (
+            POLICY,
+            "    settings: Strided\n",
+            NO_ROWS,
+            "copy_row leaves out what proposals depend on",
+        ),
         (
             DRAFT,
             "    @classmethod\n",
@@ -96,21 +109,81 @@ def test_what_is_wrong_is_found(check, source, wrong, by, line):
 @pytest.mark.parametrize(
     ("source", "right", "wrong", "line"),
     [
-        (POLICY, SELECTS, f"{SELECTS} + 100000", "select: layer 0 of row 0 selects slots 100000, 1000"),
+        (
+            POLICY,
+            SELECTS,
+            f"{SELECTS} + 100000",
+            "select: layer 0 of row 0 selects slots 100000, 1000",
+        ),
         (POLICY, SELECTS, f"{SELECTS} - 1", "selects slots -1: must be from 0 to "),
         (POLICY, SELECTS, f"{SELECTS} * 0", "selects slots 0 more than once"),
         (POLICY, SELECTS, f"{SELECTS} * 0 + older_B1[:, None]", ": what follows is kept anyway"),
-        (POLICY, SELECTS, f"{SELECTS}[:1]", "select: returns 1 x 1 x 4 slots: must be 3 x 2 (or 1) x 4"),
-        (POLICY, "return max(0, budget - self.settings.recent)", "return budget + 50", "fixed_slots: returns 62 of 12"),
-        (POLICY, "return max(0, budget - self.settings.recent)", "return -1", "fixed_slots: returns -1 of 12"),
-        (POLICY, "compact = True", "compact = True\n    tokens_read = lambda *_: 9", "reads 12 committed entries"),
-        (POLICY, "    settings: Strided\n", "    settings: Strided\n    observes = 8\n", "its fact `selects` is never"),
-        (LATEST, "return slot_BN[", "slot_BN[:, -1] += 40\n        return slot_BN[", "must be from 0 to "),
-        (LATEST, "return slot_BN[", "slot_BN[:, 0] += 1\n        return slot_BN[", " more than once"),
-        (LATEST, "-self.budget, 0", "-self.budget - 4, 0", "reads 16 committed entries: its facts (tokens_read)"),
-        (LATEST, "self.config.num_kv_heads", "1", "select: layer 0 selects 3 x 1 x 16 slots: must be 3 x 2 x N"),
-        (DRAFT, ".repeat(1, gamma)", ".repeat(1, gamma) + 61", "propose: returns tokens 96, 118: must be from 0 to 60"),
-        (DRAFT, ".repeat(1, gamma)", ".repeat(1, 1)", "propose: returns 3 x 1 tokens: must be 3 x 3"),
+        (
+            POLICY,
+            SELECTS,
+            f"{SELECTS}[:1]",
+            "select: returns 1 x 1 x 4 slots: must be 3 x 2 (or 1) x 4",
+        ),
+        (
+            POLICY,
+            "return max(0, budget - self.settings.recent)",
+            "return budget + 50",
+            "fixed_slots: returns 62 of 12",
+        ),
+        (
+            POLICY,
+            "return max(0, budget - self.settings.recent)",
+            "return -1",
+            "fixed_slots: returns -1 of 12",
+        ),
+        (
+            POLICY,
+            "compact = True",
+            "compact = True\n    tokens_read = lambda *_: 9",
+            "reads 12 committed entries",
+        ),
+        (
+            POLICY,
+            "    settings: Strided\n",
+            "    settings: Strided\n    observes = 8\n",
+            "its fact `selects` is never",
+        ),
+        (
+            LATEST,
+            "return slot_BN[",
+            "slot_BN[:, -1] += 40\n        return slot_BN[",
+            "must be from 0 to ",
+        ),
+        (
+            LATEST,
+            "return slot_BN[",
+            "slot_BN[:, 0] += 1\n        return slot_BN[",
+            " more than once",
+        ),
+        (
+            LATEST,
+            "-self.budget, 0",
+            "-self.budget - 4, 0",
+            "reads 16 committed entries: its facts (tokens_read)",
+        ),
+        (
+            LATEST,
+            "self.config.num_kv_heads",
+            "1",
+            "select: layer 0 selects 3 x 1 x 16 slots: must be 3 x 2 x N",
+        ),
+        (
+            DRAFT,
+            ".repeat(1, gamma)",
+            ".repeat(1, gamma) + 61",
+            "propose: returns tokens 96, 118: must be from 0 to 60",
+        ),
+        (
+            DRAFT,
+            ".repeat(1, gamma)",
+            ".repeat(1, 1)",
+            "propose: returns 3 x 1 tokens: must be 3 x 3",
+        ),
         (DRAFT, "cls(spec.gamma,", "cls(spec.gamma + 1,", "gamma: it proposes up to 4 tokens"),
         (DRAFT, "- self.back)", "+ self.back)", "propose: reads tokens behind the end of a row"),
         (
@@ -119,9 +192,24 @@ def test_what_is_wrong_is_found(check, source, wrong, by, line):
             REMEMBERS,
             "prefill: leaves something of an earlier pass",
         ),
-        (DRAFT, RETURNS, SAMPLES.format(q="q_BGV[..., :60]"), "q_BGV: has 3 x 3 x 60 numbers: must be 3 x 3 x 61"),
-        (DRAFT, RETURNS, SAMPLES.format(q="q_BGV * 2"), "q_BGV: holds negative numbers, or sums of 2"),
-        (DRAFT, RETURNS, SAMPLES.format(q="q_BGV.roll(1, -1)"), "q_BGV: gives no chance to tokens "),
+        (
+            DRAFT,
+            RETURNS,
+            SAMPLES.format(q="q_BGV[..., :60]"),
+            "q_BGV: has 3 x 3 x 60 numbers: must be 3 x 3 x 61",
+        ),
+        (
+            DRAFT,
+            RETURNS,
+            SAMPLES.format(q="q_BGV * 2"),
+            "q_BGV: holds negative numbers, or sums of 2",
+        ),
+        (
+            DRAFT,
+            RETURNS,
+            SAMPLES.format(q="q_BGV.roll(1, -1)"),
+            "q_BGV: gives no chance to tokens ",
+        ),
         (
             DRAFT,
             RETURNS,
@@ -131,7 +219,9 @@ def test_what_is_wrong_is_found(check, source, wrong, by, line):
     ],
 )
 def test_what_a_round_would_hide_is_found(check, monkeypatch, source, right, wrong, line):
-    """Right slots and tokens pass, wrong ones fail: clamped or masked, they would only lower the acceptance."""
+    """Right slots and tokens pass, wrong ones fail: clamped or masked, they would only lower the
+    acceptance.
+    """
     assert right in source
     monkeypatch.setattr(conformance, "SIZES", ((3, 12),) * 2)
     for other in ("wrong_tokens", "wrong_bytes", "wrong_rows"):
@@ -165,7 +255,12 @@ def test_an_output_that_is_not_the_targets_is_found(check, monkeypatch):
 @pytest.mark.parametrize(
     ("source", "options", "code", "line"),
     [
-        (DRAFT, {}, 1, "FAILED  draft=echo          has an option: conf/draft/echo.yaml is missing"),
+        (
+            DRAFT,
+            {},
+            1,
+            "FAILED  draft=echo          has an option: conf/draft/echo.yaml is missing",
+        ),
         ("x = 1\n", {}, 2, "registers neither a cache policy nor a draft"),
         ("1 / 0\n", {}, 2, "cannot be imported (ZeroDivisionError: division by zero)"),
     ],

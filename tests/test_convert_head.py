@@ -19,7 +19,9 @@ def test_a_converted_head_is_read(tmp_path):
     shutil.copy(HEAD / "config.json", tmp_path)
     torch.save(theirs, tmp_path / "pytorch_model.bin")
     convert(tmp_path, out)
-    ours, known = (load(folder, read_config(folder), torch.float32, "cpu") for folder in (out, HEAD))
+    ours, known = (
+        load(folder, read_config(folder), torch.float32, "cpu") for folder in (out, HEAD)
+    )
     assert ours.keys() == known.keys()
     assert all(torch.equal(ours[name], known[name]) for name in known)
 

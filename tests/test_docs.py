@@ -1,4 +1,6 @@
-"""The documentation: its commands run or compose, generated pages are current, and every metric is defined."""
+"""The documentation: its commands run or compose, generated pages are current, and every metric is
+defined.
+"""
 
 import json
 import re
@@ -25,7 +27,10 @@ SAYS = {
         r" memory per GPU: [\d.]+ of 80 GiB ",
     ),
     "scenario=plan": (
-        r"plans.* 64 +self +streaming +512 +\d+ +[\d,]+ +[\d.]+ +[1-9]\.\d\dx \| \d\.\d\dx 64 +none .* 1\.00x ",
+        (
+            r"plans.* 64 +self +streaming +512 +\d+ +[\d,]+ +[\d.]+ +[1-9]\.\d\dx \| \d\.\d\dx 64"
+            r" +none .* 1\.00x "
+        ),
     ),
     "": (
         r" autoregressive +speculative ",
@@ -38,15 +43,21 @@ SAYS = {
 
 def test_the_readme_begins_with_its_two_commands():
     texts = [command.text for command in FIRST]
-    assert texts[:2] == ["pip install -e . && python launch.py", "pip install -e '.[test]' && python -m pytest"]
+    assert texts[:2] == [
+        "pip install -e . && python launch.py",
+        "pip install -e '.[test]' && python -m pytest",
+    ]
     assert sum(command.kind == "run" for command in FIRST) >= 10
     assert len(COMMANDS) >= 80
 
 
-@pytest.mark.parametrize("command", [c for c in FIRST if c.kind == "run"], ids=lambda command: command.text)
+@pytest.mark.parametrize(
+    "command", [c for c in FIRST if c.kind == "run"], ids=lambda command: command.text
+)
 def test_first_commands_run_and_print_what_they_are_for(command, tmp_path, capsys):
     arguments = check_docs.small(command.arguments, tmp_path)
-    if "-m" in arguments:  # test_plugins.py runs a sweep with the default launcher, whose processes import everything
+    # test_plugins.py runs a sweep with the default launcher, whose processes import everything.
+    if "-m" in arguments:
         arguments.append("hydra/launcher=basic")
     done = python("launch.py", *arguments)
     assert done.returncode == 0, done.stderr
@@ -61,14 +72,18 @@ def test_first_commands_run_and_print_what_they_are_for(command, tmp_path, capsy
     assert results[0]["id"] in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", [c for c in FIRST if c.kind in ("compose", "parse")], ids=lambda c: c.text)
+@pytest.mark.parametrize(
+    "command", [c for c in FIRST if c.kind in ("compose", "parse")], ids=lambda c: c.text
+)
 def test_first_commands_are_valid(command):
     assert check_docs.check(command) == ""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "command", [c for c in COMMANDS if c not in FIRST and c.kind in ("compose", "parse")], ids=lambda c: c.text
+    "command",
+    [c for c in COMMANDS if c not in FIRST and c.kind in ("compose", "parse")],
+    ids=lambda c: c.text,
 )
 def test_all_other_commands_are_valid(command):
     """To run those that can run here, too: python tools/check_docs.py."""
@@ -88,8 +103,17 @@ def test_what_can_run_here_is_run():
     """Every command is run, but those that need what is not here."""
     reasons = {command.text: check_docs.reason_not_to_run(command) for command in COMMANDS}
     assert sum(not why for why in reasons.values()) > 80
-    assert reasons["python launch.py scenario=plan target=llama-3.1-8b hardware=h100 batch.context_len=16000"] == ""
-    assert reasons["magicdec serve target=tiny draft=self batch.size=8"] == "needs a client or a server of W&B's"
+    assert (
+        reasons[
+            "python launch.py scenario=plan target=llama-3.1-8b hardware=h100"
+            " batch.context_len=16000"
+        ]
+        == ""
+    )
+    assert (
+        reasons["magicdec serve target=tiny draft=self batch.size=8"]
+        == "needs a client or a server of W&B's"
+    )
     assert reasons["python launch.py target=llama-3.1-8b"] == "needs a checkpoint"
 
 
@@ -119,19 +143,39 @@ def test_every_setting_is_in_the_reference():
     text = (ROOT / "docs/reference/configuration.md").read_text(encoding="utf-8")
     shown = set(re.findall(r"^\| `([\w.]+)` \|", text, re.MULTILINE))
     hints = CacheConfig.__annotations__ | DraftConfig.__annotations__
-    facts = {"drafts", "one_row"} | {name for name, hint in hints.items() if "ClassVar" in str(hint)}
+    facts = {"drafts", "one_row"} | {
+        name for name, hint in hints.items() if "ClassVar" in str(hint)
+    }
     groups = {key.rpartition(".")[0] for key in known_keys()} | {"draft.model", "draft.cache"}
     copies = ("draft.model.", "draft.cache.", "target.architecture.rope_scaling.")
-    keys = {key for key in known_keys() if not key.startswith(copies) and key.rpartition(".")[2] not in facts}
+    keys = {
+        key
+        for key in known_keys()
+        if not key.startswith(copies) and key.rpartition(".")[2] not in facts
+    }
     assert keys - groups - shown == set()
 
 
-DEFINED = re.findall(r"`([\w/<>.-]+)`", (ROOT / "docs/reference/metrics.md").read_text(encoding="utf-8"))
+DEFINED = re.findall(
+    r"`([\w/<>.-]+)`", (ROOT / "docs/reference/metrics.md").read_text(encoding="utf-8")
+)
 PATTERNS = [
-    re.compile(re.sub(r"<\w+>", lambda found: r"\d+" if found[0] == "<i>" else r"[\w/.]+", name)) for name in DEFINED
+    re.compile(re.sub(r"<\w+>", lambda found: r"\d+" if found[0] == "<i>" else r"[\w/.]+", name))
+    for name in DEFINED
 ]
-SMALL = ["batch.size=4", "batch.context_len=64", "batch.generate_len=8", "cache.budget=16", "scenario.repeats=3"]
-SERVE = ["scenario=serve", "scenario.num_requests=4", "scenario.latency_ms=9", "scenario.concurrencies=[2]"]
+SMALL = [
+    "batch.size=4",
+    "batch.context_len=64",
+    "batch.generate_len=8",
+    "cache.budget=16",
+    "scenario.repeats=3",
+]
+SERVE = [
+    "scenario=serve",
+    "scenario.num_requests=4",
+    "scenario.latency_ms=9",
+    "scenario.concurrencies=[2]",
+]
 
 
 @pytest.mark.parametrize(
@@ -140,14 +184,26 @@ SERVE = ["scenario=serve", "scenario.num_requests=4", "scenario.latency_ms=9", "
         SMALL,
         [*SMALL, "sampling=sample", "cache=quest", "data=ruler", "batch.context_len=256"],
         [*SMALL[:4], *SERVE],
-        ["scenario=predict", "hardware=8xa100", "target=llama-3.1-8b", "batch.size=48", "batch.context_len=32000"],
+        [
+            "scenario=predict",
+            "hardware=8xa100",
+            "target=llama-3.1-8b",
+            "batch.size=48",
+            "batch.context_len=32000",
+        ],
     ],
     ids=["compare", "sampled", "serve", "predict"],
 )
 def test_every_metric_is_defined(overrides, tmp_path):
-    run = magicdec.run([*overrides, f"runs_dir={tmp_path}", "wandb.mode=disabled", "attention=sdpa"])
+    run = magicdec.run(
+        [*overrides, f"runs_dir={tmp_path}", "wandb.mode=disabled", "attention=sdpa"]
+    )
     levels = [line for line in run.history if "scenario=serve" in overrides]
-    undefined = {key for key in chain(run.metrics, *levels) if not any(pattern.fullmatch(key) for pattern in PATTERNS)}
+    undefined = {
+        key
+        for key in chain(run.metrics, *levels)
+        if not any(pattern.fullmatch(key) for pattern in PATTERNS)
+    }
     assert undefined == set()
 
 
@@ -163,13 +219,19 @@ def test_every_extra_that_is_named_exists():
     files += [*(ROOT / "magicdec").rglob("*.py"), *(ROOT / "conf").rglob("*.yaml")]
     named = re.compile(r"(?:magicdec|-e '?\.|install '?\.)\[([a-z,]+)\]")
     texts = {file: ",".join(named.findall(file.read_text(encoding="utf-8"))) for file in files}
-    assert {file: unknown for file, text in texts.items() if (unknown := set(text.split(",")) - known - {""})} == {}
+    assert {
+        file: unknown
+        for file, text in texts.items()
+        if (unknown := set(text.split(",")) - known - {""})
+    } == {}
     assert any("serve" in text for text in texts.values())
 
 
 @pytest.mark.slow
 def test_the_notebook_runs(tmp_path, monkeypatch):
-    """Every cell runs in turn, in an empty folder; the sweep is lossless, and its prediction pays in long contexts."""
+    """Every cell runs in turn, in an empty folder; the sweep is lossless, and its prediction pays
+    in long contexts.
+    """
     pytest.importorskip("matplotlib").use("agg")
     monkeypatch.chdir(tmp_path)
     cells = json.loads((ROOT / "docs/tour.ipynb").read_text(encoding="utf-8"))["cells"]

@@ -1,4 +1,6 @@
-"""The doctor: healthy machines pass, and what is broken is found and named, whatever else is on the machine."""
+"""The doctor: healthy machines pass, and what is broken is found and named, whatever else is on the
+machine.
+"""
 
 from pathlib import Path
 from unittest.mock import patch
@@ -36,7 +38,13 @@ def quick(monkeypatch):
 def test_a_machine_without_a_gpu_is_healthy(capsys):
     assert doctor.main([]) == 0
     shown = capsys.readouterr().out
-    for words in ("attention=sdpa", "is for NVIDIA GPUs", "are those without", "GFLOP/s", "GiB free"):
+    for words in (
+        "attention=sdpa",
+        "is for NVIDIA GPUs",
+        "are those without",
+        "GFLOP/s",
+        "GiB free",
+    ):
         assert words in shown
     assert all(words in shown for words in ("cannot be reached", "is ready"))
 
@@ -82,7 +90,11 @@ def broken(*_):
     ("method", "fault", "said"),
     [
         ("round", broken, "RuntimeError: operation not permitted when stream is capturing"),
-        ("verify", lambda self, *_: torch.ones(2, 3, 4096), "the tokens differ from those without a draft"),
+        (
+            "verify",
+            lambda self, *_: torch.ones(2, 3, 4096),
+            "the tokens differ from those without a draft",
+        ),
     ],
 )
 def test_a_round_that_does_not_work_is_found(monkeypatch, method, fault, said):
@@ -95,13 +107,17 @@ def test_a_round_that_does_not_work_is_found(monkeypatch, method, fault, said):
 def test_a_round_on_a_gpu_is_compiled_and_captured():
     """A machine without a C compiler says so with a second line."""
     findings = list(doctor.rounds(CUDA))
-    assert all(words in findings[0].text for words in ("rounds captured", "are those without a draft"))
+    assert all(
+        words in findings[0].text for words in ("rounds captured", "are those without a draft")
+    )
     assert ("layers compiled" in findings[0].text) == (len(findings) == 1)
 
 
 def test_a_driver_that_pytorch_cannot_use_fails(monkeypatch, tmp_path):
     version = tmp_path / "version"
-    version.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5\nGCC version: 12\n")
+    version.write_text(
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5\nGCC version: 12\n"
+    )
     monkeypatch.setattr(system, "DRIVER", version)
     [finding] = doctor.gpus(CPU)
     assert finding.status == FAILED
@@ -116,20 +132,27 @@ def test_a_driver_that_pytorch_cannot_use_fails(monkeypatch, tmp_path):
         ("NVIDIA H100 PCIe", "2,000 in the datasheet of H100 PCIe", 1.5e12, OK),
     ],
 )
-def test_measured_figures_are_compared_with_the_datasheet(monkeypatch, name, sheet, bandwidth, status):
+def test_measured_figures_are_compared_with_the_datasheet(
+    monkeypatch, name, sheet, bandwidth, status
+):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
     monkeypatch.setattr(ceilings, "read_bandwidth", lambda _: bandwidth)
     monkeypatch.setattr(ceilings, "matmul_rate", lambda *_: 700e12)
     first, second = doctor.speed(CUDA)
     assert first.status == status
-    assert f"{bandwidth / float(sheet.split()[0].replace(',', '')) / 1e9:.0%} of the {sheet}" in first.text
+    assert (
+        f"{bandwidth / float(sheet.split()[0].replace(',', '')) / 1e9:.0%} of the {sheet}"
+        in first.text
+    )
     assert second.status == OK
 
 
 def test_gpus_that_do_not_answer_each_other_fail(monkeypatch):
     def ranks(_count, _device, function, *arguments, time_limit_s):
         if arguments[0] == "symmetric":
-            raise UserError("hardware.all_reduce=symmetric: symmetric memory is missing; set it to nccl")
+            raise UserError(
+                "hardware.all_reduce=symmetric: symmetric memory is missing; set it to nccl"
+            )
         if function is ceilings.captured_sum_s:
             raise TimeoutError(f"the ranks gave no result within {time_limit_s:g} s")
         raise RuntimeError("rank 1 died\nand more")
@@ -138,8 +161,16 @@ def test_gpus_that_do_not_answer_each_other_fail(monkeypatch):
     monkeypatch.setattr(doctor, "on_ranks", ranks)
     assert list(doctor.sums(CUDA)) == [
         (FAILED, "NCCL", "RuntimeError: rank 1 died"),
-        (FAILED, "all_reduce=nccl", "the ranks gave no result within 120 s; try NCCL_P2P_DISABLE=1"),
-        (NOTE, "all_reduce=symmetric", "hardware.all_reduce=symmetric: symmetric memory is missing; set it to nccl"),
+        (
+            FAILED,
+            "all_reduce=nccl",
+            "the ranks gave no result within 120 s; try NCCL_P2P_DISABLE=1",
+        ),
+        (
+            NOTE,
+            "all_reduce=symmetric",
+            "hardware.all_reduce=symmetric: symmetric memory is missing; set it to nccl",
+        ),
     ]
     monkeypatch.setattr(doctor, "on_ranks", lambda *_, **__: 1e-5)
     assert [finding.status for finding in doctor.sums(CUDA)] == [OK] * 3

@@ -35,8 +35,12 @@ def test_a_prediction_is_bounded_by_what_the_machine_can_do(draft):
 
 def test_repeats_and_batches_take_their_time():
     prefill, decoding = duration.predicted_seconds(plan())
-    assert duration.predicted_seconds(plan("scenario.repeats=6")) == pytest.approx((prefill, 2 * decoding))
-    assert duration.predicted_seconds(plan("batch.num_batches=3")) == pytest.approx((3 * prefill, 3 * decoding))
+    assert duration.predicted_seconds(plan("scenario.repeats=6")) == pytest.approx(
+        (prefill, 2 * decoding)
+    )
+    assert duration.predicted_seconds(plan("batch.num_batches=3")) == pytest.approx(
+        (3 * prefill, 3 * decoding)
+    )
     assert duration.predicted_seconds(plan("draft=none"))[0] == pytest.approx(prefill)
 
 

@@ -4,7 +4,11 @@ import pytest
 
 from tests.programs import ROOT, python
 
-SAYS = {"generate.py": "tokens per round", "predict.py": "8xh100", "own_policy.py": "spread'] acceptance 0."}
+SAYS = {
+    "generate.py": "tokens per round",
+    "predict.py": "8xh100",
+    "own_policy.py": "spread'] acceptance 0.",
+}
 
 
 def test_every_example_is_tested():

@@ -44,11 +44,19 @@ def test_content_and_names_count_and_neither_time_nor_order(files):
 @pytest.mark.parametrize(
     ("whole_bytes", "place"),
     [
-        *((fingerprint.WHOLE_BYTES, place) for place in (0, 100_000, 3 * MEGABYTE + 17, 8 * MEGABYTE - 1)),
-        *((MEGABYTE, place) for place in (0, MEGABYTE - 1, 8 * MEGABYTE - 1, 8 * MEGABYTE - (1 << 16))),
+        *(
+            (fingerprint.WHOLE_BYTES, place)
+            for place in (0, 100_000, 3 * MEGABYTE + 17, 8 * MEGABYTE - 1)
+        ),
+        *(
+            (MEGABYTE, place)
+            for place in (0, MEGABYTE - 1, 8 * MEGABYTE - 1, 8 * MEGABYTE - (1 << 16))
+        ),
     ],
 )
-def test_any_byte_counts_and_of_a_large_file_the_start_and_samples(files, monkeypatch, whole_bytes, place):
+def test_any_byte_counts_and_of_a_large_file_the_start_and_samples(
+    files, monkeypatch, whole_bytes, place
+):
     monkeypatch.setattr(fingerprint, "WHOLE_BYTES", whole_bytes)
     before = of_files(files)
     edit(files["large"], place)
@@ -71,7 +79,9 @@ def test_of_a_large_file_the_time_counts_and_small_ones_are_read_whole(files, mo
 def test_a_process_reads_a_file_once_and_again_when_it_has_changed(files, monkeypatch):
     reads = []
     digest = fingerprint.hashlib.file_digest
-    monkeypatch.setattr(fingerprint.hashlib, "file_digest", lambda *a: reads.append(a) or digest(*a))
+    monkeypatch.setattr(
+        fingerprint.hashlib, "file_digest", lambda *a: reads.append(a) or digest(*a)
+    )
     before = of_files(files)
     assert of_files(files) == before
     assert len(reads) == 2
@@ -87,7 +97,12 @@ def test_the_code_is_every_source_file(tmp_path):
     hashes = [of_code(tmp_path)]
     (tmp_path / "README.md").write_text("said")
     assert of_code(tmp_path) == hashes[0]
-    for name, content in (("sub/a.py", "22"), ("new.py", ""), ("kernel.cpp", "int x;"), ("calibrated.yaml", "a: 1")):
+    for name, content in (
+        ("sub/a.py", "22"),
+        ("new.py", ""),
+        ("kernel.cpp", "int x;"),
+        ("calibrated.yaml", "a: 1"),
+    ):
         (tmp_path / name).write_text(content)
         hashes.append(of_code(tmp_path))
     (tmp_path / "new.py").rename(tmp_path / "renamed.py")
@@ -96,5 +111,7 @@ def test_the_code_is_every_source_file(tmp_path):
 
 
 def test_a_file_that_is_not_there_is_one_line(tmp_path):
-    with pytest.raises(UserError, match=rf"^{tmp_path}/gone cannot be read: No such file or directory$"):
+    with pytest.raises(
+        UserError, match=rf"^{tmp_path}/gone cannot be read: No such file or directory$"
+    ):
         of_files({"gone": tmp_path / "gone"})

@@ -1,4 +1,6 @@
-"""Every Triton kernel in Triton's interpreter: the files interpreted_*.py next to the tests of each folder."""
+"""Every Triton kernel in Triton's interpreter: the files interpreted_*.py next to the tests of each
+folder.
+"""
 
 import os
 import subprocess
@@ -11,7 +13,9 @@ from tests.programs import ROOT
 
 @pytest.mark.slow
 def test_kernels_in_the_interpreter():
-    """All in one new process: Triton reads when it is imported whether to interpret or to compile."""
+    """All in one new process: Triton reads when it is imported whether to interpret or to
+    compile.
+    """
     pytest.importorskip("triton", reason="needs Triton (Linux only)")
     files = sorted(ROOT.glob("tests/*/interpreted_*.py"))
     assert len(files) >= 4

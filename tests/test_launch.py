@@ -25,10 +25,14 @@ def ran():
 
 @pytest.fixture
 def run(here, ran, monkeypatch, capsys, hydra_logging):
-    """The command line in this process, with a function in place of the scenario. Returns exit code and stderr."""
+    """The command line in this process, with a function in place of the scenario. Returns exit code
+    and stderr.
+    """
 
     def with_arguments(*arguments, scenario=lambda config, job: {}):
-        monkeypatch.setattr("magicdec.scenarios.run", lambda *run: ran.append(run) or scenario(*run))
+        monkeypatch.setattr(
+            "magicdec.scenarios.run", lambda *run: ran.append(run) or scenario(*run)
+        )
         monkeypatch.setattr(sys, "argv", ["launch.py", *arguments])
         return cli.main(), capsys.readouterr().err
 
@@ -57,19 +61,40 @@ def in_subprocess(*arguments, program=(str(ROOT / "launch.py"),), **env):
 @pytest.mark.parametrize(
     ("overrides", "error"),
     [
-        (["target=llama-3.1-8"], r"target=llama-3.1-8: no such option; one of: .*; did you mean llama-3.1-8b\?"),
+        (
+            ["target=llama-3.1-8"],
+            r"target=llama-3.1-8: no such option; one of: .*; did you mean llama-3.1-8b\?",
+        ),
         (["batch=null"], r"batch=null: no such option; one of: default"),
-        (["draft=model", "target@draft.model=llama"], r"target@draft.model=llama: no such option; one of: .*"),
-        (["experiment=table3c"], r"experiment=table3c: .*, quick, paper/figure1b, .*; did you mean paper/table3c\?"),
-        (["experiment=paper/tabel2"], r"experiment=paper/tabel2: .*, quick, paper/.*; did you mean paper/table2\?"),
+        (
+            ["draft=model", "target@draft.model=llama"],
+            r"target@draft.model=llama: no such option; one of: .*",
+        ),
+        (
+            ["experiment=table3c"],
+            r"experiment=table3c: .*, quick, paper/figure1b, .*; did you mean paper/table3c\?",
+        ),
+        (
+            ["experiment=paper/tabel2"],
+            r"experiment=paper/tabel2: .*, quick, paper/.*; did you mean paper/table2\?",
+        ),
         (["hydra/sweeper=nope"], r"hydra/sweeper=nope: no such option; one of: basic.*"),
-        (["target@draft.model=tiny"], r"target@draft.model: this draft has no model of its own; use draft=model"),
+        (
+            ["target@draft.model=tiny"],
+            r"target@draft.model: this draft has no model of its own; use draft=model",
+        ),
         (["targe=tiny"], r"unknown key targe; did you mean target\?"),
         (["batch.sise=1"], r"unknown key batch.sise; did you mean batch.size\?"),
         (["gamma=2"], r"unknown key gamma; did you mean draft.gamma\?"),
         (["batch.n=1"], r"unknown key batch.n; batch has: size, context_len, .*"),
-        (["engine=transformers", "engine.cache=static"], r"unknown key engine.cache; did you mean engine.kv_cache\?"),
-        (["attention.name=cpp"], r"unknown key attention.name; attention has no keys: write attention=VALUE"),
+        (
+            ["engine=transformers", "engine.cache=static"],
+            r"unknown key engine.cache; did you mean engine.kv_cache\?",
+        ),
+        (
+            ["attention.name=cpp"],
+            r"unknown key attention.name; attention has no keys: write attention=VALUE",
+        ),
         (["+foo=1"], r"unknown key foo; there are: target, draft, .*"),
         (["+draft.gamma=1"], r"draft.gamma is there already: leave out the \+"),
         (["sweeps=gamma_x_budget"], r"sweeps=gamma_x_budget: write -m \+sweeps=gamma_x_budget"),
@@ -79,7 +104,10 @@ def in_subprocess(*arguments, program=(str(ROOT / "launch.py"),), **env):
         (["wandb.tags=a"], r"wandb.tags=a: must be a list, as in \[a,b\]"),
         (["runs_dir=null"], r"runs_dir=null: must have a value"),
         (["runs_dir=???"], r"runs_dir is missing a value"),
-        (["draft=model", "draft.model=tiny"], r"draft.model=tiny: cannot be set as a whole, only its keys can"),
+        (
+            ["draft=model", "draft.model=tiny"],
+            r"draft.model=tiny: cannot be set as a whole, only its keys can",
+        ),
         (["target"], r"target: not of the form key=value; .*"),
         (["draft.gamma=1,2"], r"draft.gamma=1,2: several values need -m; .*"),
     ],
@@ -105,15 +133,24 @@ NESTED = "{a:" * 400 + "1" + "}" * 400
     [
         ("draft.gamma=256", "draft.gamma=256: must be below cache.budget=256"),
         ("--experimental-rerun x", "--experimental-rerun=x: would load a pickle"),
-        ("--target=tiny", "unrecognized arguments: --target=tiny; keys are set without dashes: key=value"),
-        ("+sweeps=gamma_x_budget", "+sweeps=gamma_x_budget: a grid needs -m, as in magicdec -m +sweeps"),
+        (
+            "--target=tiny",
+            "unrecognized arguments: --target=tiny; keys are set without dashes: key=value",
+        ),
+        (
+            "+sweeps=gamma_x_budget",
+            "+sweeps=gamma_x_budget: a grid needs -m, as in magicdec -m +sweeps",
+        ),
         ("-m target=tiny,tini", "target=tini: no such option; one of: "),
         ("-m draft.gamma=range(1,1000000000)", f"-m: {MANY}"),
         ("-m draft.gamma=shuffle(range(1,1000000000))", f"-m: {MANY}"),
         ("-m draft.gamma=range(0.0,1.0,1e-300)", f"-m: {MANY}"),
         (
             "-m +sweeps=gamma_x_budget data.seed=range(0,5000)",
-            "-m: a grid of draft.gamma: 4, cache.budget: 3, data.seed: 5,000 values has more than 10,000 jobs",
+            (
+                "-m: a grid of draft.gamma: 4, cache.budget: 3, data.seed: 5,000 values has more"
+                " than 10,000 jobs"
+            ),
         ),
         (f"target.architecture.rope_scaling={NESTED}", "target.archi"),
         ("reprot runs", "reprot: neither a command (report, "),
@@ -128,20 +165,48 @@ def test_a_mistake_is_one_line_and_leaves_nothing(refuse, typed, error):
 @pytest.mark.parametrize(
     ("file", "text", "error"),
     [
-        ("batch/mine", "context_len: long", "batch/mine.yaml: batch.context_len=long: must be a whole number"),
+        (
+            "batch/mine",
+            "context_len: long",
+            "batch/mine.yaml: batch.context_len=long: must be a whole number",
+        ),
         ("batch/mine", "size: [1\n", "expected ',' or ']'"),
-        ("batch/mine", "size: &a [*a]\n", "/conf/batch/mine.yaml"),  # in other words by OmegaConf 2.4
+        # In other words by OmegaConf 2.4.
+        ("batch/mine", "size: &a [*a]\n", "/conf/batch/mine.yaml"),
         ("batch/mine", "a: &a [*b]\nb: &b [*a]\n", "mine.yaml, line 1: found undefined alias"),
         ("batch/mine", f"size: {'[' * 600}{']' * 600}\n", "batch/mine.yaml: nested too deeply"),
-        ("batch/mine", "".join(f"{' ' * depth}a:\n" for depth in range(600)), "batch/mine.yaml: nested too deeply"),
-        ("cache/mine", "budget: 64\n", "cache.policy is missing a value; cache/mine.yaml must set it"),
-        ("experiment/a", f"{GLOBAL}defaults:\n  - /cache: quest\n", "write `override /cache: quest` in its"),
-        ("experiment/b", "batch:\n  size: 2\n", "experiment/b.yaml: must begin with the line `# @package"),
+        (
+            "batch/mine",
+            "".join(f"{' ' * depth}a:\n" for depth in range(600)),
+            "batch/mine.yaml: nested too deeply",
+        ),
+        (
+            "cache/mine",
+            "budget: 64\n",
+            "cache.policy is missing a value; cache/mine.yaml must set it",
+        ),
+        (
+            "experiment/a",
+            f"{GLOBAL}defaults:\n  - /cache: quest\n",
+            "write `override /cache: quest` in its",
+        ),
+        (
+            "experiment/b",
+            "batch:\n  size: 2\n",
+            "experiment/b.yaml: must begin with the line `# @package",
+        ),
         (
             *("experiment/c", f"{GLOBAL}defaults:\n  - override /attention: cpp\n"),
-            "experiment/c.yaml: attention is a key and no group: write attention: VALUE below the defaults",
+            (
+                "experiment/c.yaml: attention is a key and no group: write attention: VALUE below"
+                " the defaults"
+            ),
         ),
-        ("experiment/d", f"{GLOBAL}attention:\n  name: cpp\n", "attention={'name': 'cpp'}: must be one of"),
+        (
+            "experiment/d",
+            f"{GLOBAL}attention:\n  name: cpp\n",
+            "attention={'name': 'cpp'}: must be one of",
+        ),
     ],
 )
 def test_a_mistake_in_a_users_own_file_names_the_file(refuse, here, file, text, error):
@@ -180,7 +245,9 @@ def test_a_config_path_is_relative_to_the_working_directory(run, here):
 def test_an_experiment_that_is_a_grid_says_so(run):
     code, err = run("experiment=paper/table3c")
     assert code == 0
-    assert re.fullmatch(r"warning: experiment=paper/table3c is a grid over .+: -m runs all of it\n", err)
+    assert re.fullmatch(
+        r"warning: experiment=paper/table3c is a grid over .+: -m runs all of it\n", err
+    )
 
 
 LIBRARY = "libtorch_cpu.so: failed to map segment from shared object"
@@ -189,9 +256,21 @@ LIBRARY = "libtorch_cpu.so: failed to map segment from shared object"
 @pytest.mark.parametrize(
     ("failure", "code", "said"),
     [
-        (RuntimeError("the disk is on fire"), cli.FAILURE, r"Traceback(?s:.*)RuntimeError: the disk is on fire"),
-        (ValueError("the disk is on fire"), cli.FAILURE, r"Traceback(?s:.*)ValueError: the disk is on fire"),
-        (UserError("target.path=x holds\nno weights"), cli.USER_ERROR, "error: target.path=x holds no weights"),
+        (
+            RuntimeError("the disk is on fire"),
+            cli.FAILURE,
+            r"Traceback(?s:.*)RuntimeError: the disk is on fire",
+        ),
+        (
+            ValueError("the disk is on fire"),
+            cli.FAILURE,
+            r"Traceback(?s:.*)ValueError: the disk is on fire",
+        ),
+        (
+            UserError("target.path=x holds\nno weights"),
+            cli.USER_ERROR,
+            "error: target.path=x holds no weights",
+        ),
         (MemoryError(), cli.USER_ERROR, r"error: out of memory \(MemoryError.*"),
         (ImportError(LIBRARY), cli.USER_ERROR, r"error: out of memory \(ImportError.*"),
         (KeyboardInterrupt(), INTERRUPTED, "interrupted"),
@@ -210,7 +289,10 @@ def test_a_working_directory_that_was_removed_is_one_line(run, here):
     (here / "gone").mkdir()
     os.chdir(here / "gone")
     (here / "gone").rmdir()
-    assert run() == (cli.USER_ERROR, "error: the working directory was removed; change to one that exists\n")
+    assert run() == (
+        cli.USER_ERROR,
+        "error: the working directory was removed; change to one that exists\n",
+    )
 
 
 SECRET = "hf_0123456789abcdef"
@@ -230,21 +312,32 @@ SECRET = "hf_0123456789abcdef"
 def test_a_secret_of_the_environment_is_stored_nowhere(refuse, here, monkeypatch, typed, key):
     monkeypatch.setenv("HF_TOKEN", SECRET)
     written(here, {"conf/batch/mine.yaml": f"{GLOBAL}data: {{path: '${{oc.env:HF_TOKEN}}'}}\n"})
-    assert refuse(*typed) == f"error: {key} holds the value of HF_TOKEN, and is stored: leave it out"
+    assert (
+        refuse(*typed) == f"error: {key} holds the value of HF_TOKEN, and is stored: leave it out"
+    )
 
 
 def test_what_is_typed_is_stored_as_it_was_typed(run, ran, monkeypatch):
     monkeypatch.setenv("MINE", "/data/books")
     typed = "wandb.entity=${oc.env:MINE}"
     assert run(typed) == (0, "")
-    assert [(config.wandb.entity, job.overrides) for config, job in ran] == [("/data/books", (typed,))]
-    assert run("data.path=${nope:1}") == (cli.USER_ERROR, "error: data.path: Unsupported interpolation type nope\n")
+    assert [(config.wandb.entity, job.overrides) for config, job in ran] == [
+        ("/data/books", (typed,))
+    ]
+    assert run("data.path=${nope:1}") == (
+        cli.USER_ERROR,
+        "error: data.path: Unsupported interpolation type nope\n",
+    )
 
 
 @pytest.mark.parametrize("name", ["a/../../../x", "..", "a\\b", " a", "a\tb", "x" * 300])
 @pytest.mark.parametrize("key", ["sweep.name", "scenario.save_as"])
 def test_a_name_does_not_lead_out_of_its_folder(refuse, key, name):
-    scenario = ["scenario=plan", "hardware=a100"] if key == "scenario.save_as" else ["-m", "draft.gamma=1,2"]
+    scenario = (
+        ["scenario=plan", "hardware=a100"]
+        if key == "scenario.save_as"
+        else ["-m", "draft.gamma=1,2"]
+    )
     err = refuse(*scenario, override(key, name), "runs_dir=a/b/runs")
     assert re.match(rf"error: {key}=.*: must be the name of a file", err)
 
@@ -255,14 +348,21 @@ def test_a_failing_job_does_not_stop_a_sweep(run, ran, here):
             raise UserError("draft.gamma=2 is unlucky")
         return {}
 
-    narrowed = ["+sweeps=gamma_x_budget", "draft.gamma=2,64,4", "cache.budget=64", "runs_dir=results"]
+    narrowed = [
+        "+sweeps=gamma_x_budget",
+        "draft.gamma=2,64,4",
+        "cache.budget=64",
+        "runs_dir=results",
+    ]
     code, err = run("-m", "hydra/launcher=basic", *narrowed, scenario=scenario)
     assert code == cli.USER_ERROR
     assert [(config.draft.gamma, config.cache.budget) for config, _ in ran] == [(2, 64), (4, 64)]
     first, second, hydras = err.splitlines()
     assert hydras.startswith("Error executing job with overrides: ")
     assert re.fullmatch(r"error: job 0 \(draft.gamma=2 .*\): draft.gamma=2 is unlucky", first)
-    assert re.fullmatch(r"error: job 1 \(draft.gamma=64 .*\): draft.gamma=64: must be below cache.budget=64", second)
+    assert re.fullmatch(
+        r"error: job 1 \(draft.gamma=64 .*\): draft.gamma=64: must be below cache.budget=64", second
+    )
     (sweep,) = (here / "results" / "sweeps").glob("*_gamma_x_budget")
     assert sorted(path.name for path in sweep.iterdir()) == ["jobs.jsonl", "multirun.yaml"]
     assert [path.name for path in here.iterdir()] == ["results"]
@@ -278,7 +378,10 @@ def without_torch(tmp_path):
 def test_help_names_every_group_and_does_not_wait_for_pytorch(without_torch):
     result = in_subprocess("--help", **without_torch)
     assert result.returncode == 0, result.stderr
-    for group in {folder.name for folder in (ROOT / "conf").iterdir() if folder.is_dir()} - {"hydra", "local"}:
+    for group in {folder.name for folder in (ROOT / "conf").iterdir() if folder.is_dir()} - {
+        "hydra",
+        "local",
+    }:
         assert f"\n  {group} " in result.stdout, "a sentence"
         assert f"\n{group}: " in result.stdout, "its options"
 
@@ -308,7 +411,9 @@ def test_a_reader_that_stops_reading_is_no_error(here):
 
 
 def test_exit_codes_reach_the_shell_and_a_mistake_does_not_wait_for_pytorch(here, without_torch):
-    shown = in_subprocess("--cfg", "job", "draft=model", "target@draft.model=llama-3.2-1b", "draft.model.path=x")
+    shown = in_subprocess(
+        "--cfg", "job", "draft=model", "target@draft.model=llama-3.2-1b", "draft.model.path=x"
+    )
     assert (shown.returncode, shown.stderr) == (0, "")
     assert "name: llama-3.2-1b\n    path: x" in shown.stdout
     refused = in_subprocess("cache.bugdet=3", **without_torch)
@@ -324,7 +429,10 @@ def test_tab_completion(here):
     for line in ("launch.py target=ti", "launch.py serve target=ti"):
         asked = in_subprocess("-sc", "query=bash", COMP_LINE=line, COMP_POINT=str(len(line)))
         assert asked.stdout.split() == ["target=tiny", "target=tiny-draft", "target=tinyllama-1.1b"]
-    for typed, commands in {"re": {"report"}, "c": {"compare", "clean", "calibrate", "check-plugin"}}.items():
+    for typed, commands in {
+        "re": {"report"},
+        "c": {"compare", "clean", "calibrate", "check-plugin"},
+    }.items():
         for line in (f"magicdec {typed}", f"python launch.py {typed}"):
             asked = in_subprocess("-sc", "query=bash", COMP_LINE=line, COMP_POINT=str(len(line)))
             assert set(asked.stdout.split()) & set(cli.COMMANDS) == commands
@@ -337,7 +445,7 @@ import multiprocessing.context
 del multiprocessing.context.ForkServerContext
 from magicdec.cli import main
 sys.exit(main())
-"""
+"""  # noqa: E501
 
 
 def test_help_needs_no_module_of_posix():

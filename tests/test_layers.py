@@ -1,4 +1,6 @@
-"""The layers of the package: a module imports from its own folder and from folders further down, never up."""
+"""The layers of the package: a module imports from its own folder and from folders further down,
+never up.
+"""
 
 import ast
 from graphlib import TopologicalSorter
@@ -8,10 +10,11 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYERS = """threads version torch_names | commands errors units | rules fingerprint | architectures |
 hugging_face | heads plugins |
 config | costmodel | kernels | verification data | attention | models | cache | decoding | drafts |
-contracts | engine | measure | serving | peers | tracking | planning | scenarios | http calibrate"""
+contracts | engine | measure | serving | peers | tracking | planning | scenarios | http calibrate"""  # noqa: E501
 RANKS = {name: rank for rank, names in enumerate(LAYERS.split("|")) for name in names.split()}
-# The command line, the Python API and modules run with python -m may import from every layer. Only they import each
-# other, and the package itself offers the API: a module that imports a name from it imports whatever the API does.
+# The command line, the Python API and modules run with python -m may import from every layer. Only
+# they import each other, and the package itself offers the API: a module that imports a name from
+# it imports whatever the API does.
 NAMES = "cli __main__ api audit conformance doctor tracking.report.__main__"
 ENTRY_POINTS = {f"magicdec.{name}" for name in NAMES.split()}
 FILES = {
@@ -37,8 +40,15 @@ def test_no_import_runs_up():
         for imported in imports(path):
             if (name, imported) == ("magicdec", "magicdec.api"):
                 continue
-            ours, theirs = (module.split(".")[1] if "." in module else "" for module in (name, imported))
-            up = theirs and ours != theirs and name not in ENTRY_POINTS and RANKS[theirs] >= RANKS[ours or "errors"]
+            ours, theirs = (
+                module.split(".")[1] if "." in module else "" for module in (name, imported)
+            )
+            up = (
+                theirs
+                and ours != theirs
+                and name not in ENTRY_POINTS
+                and RANKS[theirs] >= RANKS[ours or "errors"]
+            )
             if up or not theirs or (imported in ENTRY_POINTS and name not in ENTRY_POINTS):
                 wrong.append(f"{name} imports {imported}")
             elif imported not in FILES:

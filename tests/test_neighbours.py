@@ -1,4 +1,6 @@
-"""Other Hydra apps of an environment in which the wheel of magicdec is installed: they behave as without it."""
+"""Other Hydra apps of an environment in which the wheel of magicdec is installed: they behave as
+without it.
+"""
 
 import subprocess
 import sys
@@ -24,7 +26,7 @@ def main(cfg):
     print("got", dict(cfg), ours)
 
 main()
-"""
+"""  # noqa: E501
 LARGE = """
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -47,7 +49,9 @@ FILES = {
     "large.py": LARGE,
     "user.py": f"from magicdec.config.load import compose{USER}",
     "objective.py": OBJECTIVE,
-    "settings/config.yaml": "defaults: [schema, target: big, _self_]\nsteps: 4\nhead: ${head_name:}\n",
+    "settings/config.yaml": (
+        "defaults: [schema, target: big, _self_]\nsteps: 4\nhead: ${head_name:}\n"
+    ),
     "settings/target/big.yaml": "architecture: resnet18\n",
     "conf/target/elsewhere.yaml": "architecture: of another app\n",
 }
@@ -79,7 +83,11 @@ def app(python, tmp_path):
 
 
 def test_the_environment_has_the_wheel_and_not_the_checkout(app):
-    shown = app("-c", "import magicdec.config.schema as s, hydra_plugins.magicdec as p; print(s.CONF, *p.__path__)")
+    shown = app(
+        "-c",
+        "import magicdec.config.schema as s, hydra_plugins.magicdec as p; print(s.CONF,"
+        " *p.__path__)",
+    )
     assert shown.returncode == 0, shown.stderr
     assert str(ROOT) not in shown.stdout
     assert shown.stdout.count("site-packages") == 2
@@ -118,7 +126,10 @@ def test_our_options_are_not_offered_to_others(app):
     ("plugin", "arguments"),
     [
         ("hydra_joblib_launcher", ["hydra/launcher=joblib", "steps=1,2"]),
-        ("hydra_optuna_sweeper", ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", "steps=range(1,3)"]),
+        (
+            "hydra_optuna_sweeper",
+            ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", "steps=range(1,3)"],
+        ),
     ],
 )
 def test_plugins_of_others_run_their_jobs(app, tmp_path, plugin, arguments):
@@ -129,7 +140,8 @@ def test_plugins_of_others_run_their_jobs(app, tmp_path, plugin, arguments):
     assert done.returncode == 0, done.stderr
     steps = [path.read_text() for path in sorted(tmp_path.glob("jobs/*/.hydra/overrides.yaml"))]
     assert len(steps) == 2
-    assert set(steps) <= {f"- steps={number}\n" for number in (1, 2, 3)}  # a search may include the end
+    # A search may include the end.
+    assert set(steps) <= {f"- steps={number}\n" for number in (1, 2, 3)}
 
 
 def test_an_app_that_uses_our_api_keeps_its_own_configuration(app):

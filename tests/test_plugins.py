@@ -1,4 +1,6 @@
-"""Policies and drafts from outside the package: installed with an entry point, or named in the key `plugins`."""
+"""Policies and drafts from outside the package: installed with an entry point, or named in the key
+`plugins`.
+"""
 
 import os
 import re
@@ -17,7 +19,9 @@ from tests.programs import ROOT, python
 from tests.runs import SMALL, one_line
 
 # The policy and the draft that docs/adding-a-policy.md takes as its examples, and their options.
-EXAMPLES = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "adding-a-policy.md").read_text("utf-8"), re.S)
+EXAMPLES = re.findall(
+    r"```python\n(.*?)```", (ROOT / "docs" / "adding-a-policy.md").read_text("utf-8"), re.S
+)
 OPTIONS = {
     "conf/cache/strided.yaml": "# Every n-th token.\npolicy: strided\nbudget: 64\nrecent: 8\n",
     "conf/draft/echo.yaml": "# The last token again.\nname: echo\ngamma: 2\nback: 1\n",
@@ -53,13 +57,19 @@ def written(folder: Path, files: dict[str, str]) -> Path:
 
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory):
-    """A function that runs the command line, in a folder outside the checkout, where the package is installed."""
+    """A function that runs the command line, in a folder outside the checkout, where the package is
+    installed.
+    """
     here = tmp_path_factory.mktemp("here")
     paths = [written(tmp_path_factory.mktemp("site"), PACKAGE), os.environ.get("PYTHONPATH")]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, filter(None, paths)))}
 
     def launch(*arguments):
-        done = python(*(arguments if arguments[0] == "-m" else (ROOT / "launch.py", *arguments)), cwd=here, env=env)
+        done = python(
+            *(arguments if arguments[0] == "-m" else (ROOT / "launch.py", *arguments)),
+            cwd=here,
+            env=env,
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout, here
 
@@ -73,8 +83,16 @@ def test_an_installed_package_is_in_the_help(launched):
 
 
 def test_an_installed_package_is_predicted(launched):
-    keys = ["target=llama-3.1-8b", "hardware=h100", "scenario.alpha=0.8", "runs_dir=predicted", "wandb.mode=disabled"]
-    shown, _ = launched("scenario=predict", "cache=strided", "cache.budget=512", "batch.context_len=32000", *keys)
+    keys = [
+        "target=llama-3.1-8b",
+        "hardware=h100",
+        "scenario.alpha=0.8",
+        "runs_dir=predicted",
+        "wandb.mode=disabled",
+    ]
+    shown, _ = launched(
+        "scenario=predict", "cache=strided", "cache.budget=512", "batch.context_len=32000", *keys
+    )
     assert "strided 512" in shown
 
 
@@ -86,7 +104,9 @@ def test_an_installed_package_runs_in_a_sweep_and_is_reported(launched):
     assert [(one["status"], one["lossless/identical"]) for one in results] == [("done", True)] * 2
     assert all("+" in one["source"] for one in results), "the plugin's source counts"
     assert [one["config"]["cache"]["recent"] for one in results] == [16, 16]
-    shown, _ = launched("-m", "magicdec.tracking.report", "runs", "--columns", "draft.name,cache.policy,alpha")
+    shown, _ = launched(
+        "-m", "magicdec.tracking.report", "runs", "--columns", "draft.name,cache.policy,alpha"
+    )
     assert "strided" in shown
     assert "echo" in shown
 
@@ -98,8 +118,13 @@ def clean(monkeypatch):
     monkeypatch.setattr(registry, "PLUGINS", {})
     yield
     for choices in (registry.POLICIES, registry.DRAFTS):
-        added = [name for name, entry in choices._entries.items() if not entry.work.__module__.startswith("magicdec.")]
-        for name in added:  # modules of the package stay imported, and would not register themselves again
+        added = [
+            name
+            for name, entry in choices._entries.items()
+            if not entry.work.__module__.startswith("magicdec.")
+        ]
+        # Modules of the package stay imported, and would not register themselves again.
+        for name in added:
             del choices._entries[name]
     sys.modules.pop("my_policy", None)
 
@@ -107,7 +132,10 @@ def clean(monkeypatch):
 def test_a_folder_of_your_own(tmp_path, monkeypatch, clean):
     """A module and its option in the working directory, and settings of the machine."""
     local = "# @package _global_\nplugins: [my_policy]\nruns_dir: elsewhere\n"
-    files = {"my_policy.py": POLICY, "conf/cache/mine.yaml": "policy: mine\nbudget: 64\nnum_sink: 2\nextra: 5\n"}
+    files = {
+        "my_policy.py": POLICY,
+        "conf/cache/mine.yaml": "policy: mine\nbudget: 64\nnum_sink: 2\nextra: 5\n",
+    }
     monkeypatch.chdir(written(tmp_path, files | {"conf/local/default.yaml": local}))
     config = compose(["cache=mine", "cache.extra=7"])
     assert (config.runs_dir, config.plugins) == ("elsewhere", ["my_policy"])
@@ -127,7 +155,9 @@ def test_a_folder_of_your_own(tmp_path, monkeypatch, clean):
 
 def test_an_option_whose_plugin_was_not_named_says_so(tmp_path, monkeypatch, clean):
     monkeypatch.chdir(written(tmp_path, {"conf/cache/mine.yaml": "policy: mine\nbudget: 64\n"}))
-    with pytest.raises(UserError, match=r"cache.policy=mine: must be one of full, .*; plugins=\[MODULE\] adds"):
+    with pytest.raises(
+        UserError, match=r"cache.policy=mine: must be one of full, .*; plugins=\[MODULE\] adds"
+    ):
         compose(["cache=mine"])
 
 
@@ -140,13 +170,17 @@ def test_an_option_whose_plugin_was_not_named_says_so(tmp_path, monkeypatch, cle
 )
 def test_a_plugin_that_cannot_be_imported_is_one_line(tmp_path, monkeypatch, clean, module, why):
     monkeypatch.chdir(written(tmp_path, {"broken.py": "1 / 0\n"}))
-    with pytest.raises(UserError, match=one_line(f"plugins=[{module}]: {module} cannot be imported ({why}")):
+    with pytest.raises(
+        UserError, match=one_line(f"plugins=[{module}]: {module} cannot be imported ({why}")
+    ):
         compose([f"plugins=[{module}]"])
 
 
 def test_plugins_do_not_change_the_id_of_a_run(tmp_path, monkeypatch, clean):
     monkeypatch.chdir(written(tmp_path, {"my_policy.py": POLICY}))
-    plain, with_plugin = (to_dict(compose(overrides)) for overrides in ([], ["plugins=[my_policy]"]))
+    plain, with_plugin = (
+        to_dict(compose(overrides)) for overrides in ([], ["plugins=[my_policy]"])
+    )
     assert with_plugin["plugins"] == ["my_policy"]
     assert run_id(plain, {}, "cpu") == run_id(with_plugin, {}, "cpu")
     assert plugins.GROUP == "magicdec.plugins"

@@ -1,4 +1,6 @@
-"""Whole runs: what they leave, resumed sweeps, several ranks, and mistakes that only a plan finds."""
+"""Whole runs: what they leave, resumed sweeps, several ranks, and mistakes that only a plan
+finds.
+"""
 
 import json
 import shutil
@@ -40,18 +42,34 @@ def test_a_run_leaves_everything_that_a_reader_needs(finished):
     assert result["status"] == "done"
     assert result["lossless/identical"] is True
     assert result["acceptance/source"] == "measured"
-    named = ("speedup", "speedup_wall", "acceptance_length", "alpha", "time/verify_ms", "memory/peak_gib")
+    named = (
+        "speedup",
+        "speedup_wall",
+        "acceptance_length",
+        "alpha",
+        "time/verify_ms",
+        "memory/peak_gib",
+    )
     assert all(isinstance(result[name], float) for name in named)
-    assert result["time/impossible"] is (result["time/overhead_ms"] < -0.05 * result["time/round_ms"])
+    assert result["time/impossible"] is (
+        result["time/overhead_ms"] < -0.05 * result["time/round_ms"]
+    )
     rows = lines(folder, "generations")
     assert [row["row"] for row in rows] == [0, 1]
     assert all(len(row["prompt"]) == 256 and len(row["speculative"]) == 12 for row in rows)
     assert all(row["speculative"] == row["autoregressive"] for row in rows)
     rounds = [one for row in rows for one in row["rounds"]]
     assert {proposed for proposed, _ in rounds} == {3}
-    assert sum(accepted for _, accepted in rounds) / (3 * len(rounds)) == pytest.approx(result["acceptance_rate"])
+    assert sum(accepted for _, accepted in rounds) / (3 * len(rounds)) == pytest.approx(
+        result["acceptance_rate"]
+    )
     for sample in lines(folder, "samples"):
-        texts = [text for one in sample["rounds"] for text in [*one["accepted"], one["bonus"]] if text is not None]
+        texts = [
+            text
+            for one in sample["rounds"]
+            for text in [*one["accepted"], one["bonus"]]
+            if text is not None
+        ]
         assert len(texts) == 12
         assert "".join(texts) == sample["speculative"] == sample["autoregressive"]
     assert (folder / "config.yaml").exists()
@@ -96,7 +114,9 @@ def test_two_ranks_leave_what_one_leaves(tmp_path, capfd):
     assert len(stored[0]) == 2
 
 
-def test_a_sweep_skips_a_run_that_another_process_has_done(finished, tmp_path, monkeypatch, capfd, hydra_logging):
+def test_a_sweep_skips_a_run_that_another_process_has_done(
+    finished, tmp_path, monkeypatch, capfd, hydra_logging
+):
     runs = shutil.copytree(Path(finished["folder"]).parent, tmp_path / "runs")
     before = {r["id"]: r["finished"] for r in iter_runs(runs)}
     sweep = ["-m", "hydra/launcher=basic", *SMALL, f"runs_dir={runs}", *SAVED, "draft.gamma=3,1"]
@@ -109,9 +129,19 @@ def test_a_sweep_skips_a_run_that_another_process_has_done(finished, tmp_path, m
 
 
 def test_random_weights_say_what_they_are(tmp_path, capsys):
-    random = ["target=qwen3-1.7b", "target.weights=random", "data=random", "draft.synthetic_acceptance=0.8"]
-    shape = "num_layers=1 hidden_size=64 intermediate_size=64 vocab_size=100 num_heads=2 num_kv_heads=1 head_dim=32"
-    result = run_here(tmp_path, *random, *(f"target.architecture.{key}" for key in shape.split())).metrics
+    random = [
+        "target=qwen3-1.7b",
+        "target.weights=random",
+        "data=random",
+        "draft.synthetic_acceptance=0.8",
+    ]
+    shape = (
+        "num_layers=1 hidden_size=64 intermediate_size=64 vocab_size=100 num_heads=2 num_kv_heads=1"
+        " head_dim=32"
+    )
+    result = run_here(
+        tmp_path, *random, *(f"target.architecture.{key}" for key in shape.split())
+    ).metrics
     shown = capsys.readouterr().out
     assert "synthetic" in shown.lower()
     assert "RANDOM weights" in shown
@@ -122,7 +152,11 @@ def test_random_weights_say_what_they_are(tmp_path, capsys):
 
 def test_a_sampled_run_is_judged_by_its_distribution(tmp_path):
     result = run_here(tmp_path, "sampling=sample", "draft=model").metrics
-    found = (result["lossless/identical"], result["lossless/passed"], result["lossless/outside_tokens"])
+    found = (
+        result["lossless/identical"],
+        result["lossless/passed"],
+        result["lossless/outside_tokens"],
+    )
     assert found == (None, True, 0)
     assert abs(result["lossless/z_score"]) < 4 > abs(result["lossless/baseline_z_score"])
 
@@ -138,21 +172,43 @@ def test_the_context_of_a_users_own_prompts_is_the_one_they_have(tmp_path, monke
     """batch.context_len is only the most that a prompt may have."""
     setups = []
     errors = predicted.predicted_metrics
-    monkeypatch.setattr(predicted, "predicted_metrics", lambda one, *rest: setups.append(one) or errors(one, *rest))
-    run = run_here(tmp_path / "runs", *prompts(tmp_path, "import os", "def add(a, b):\n    return a"), "cache.budget=8")
+    monkeypatch.setattr(
+        predicted, "predicted_metrics", lambda one, *rest: setups.append(one) or errors(one, *rest)
+    )
+    run = run_here(
+        tmp_path / "runs",
+        *prompts(tmp_path, "import os", "def add(a, b):\n    return a"),
+        "cache.budget=8",
+    )
     short, long = (row["context_len"] for row in run.generations)
     assert 2 < short < long < 30
     mean = (short + long) / 2
-    assert [run.metrics[f"data/context_len_{name}"] for name in ("min", "max", "mean")] == [short, long, mean]
-    assert f"2 rows x {short} to {long} tokens of context ({mean:.0f} on average)" in capsys.readouterr().out
-    (setup,), (row,), (point,) = setups, read_rows(tmp_path / "runs"), measured(iter_runs(tmp_path / "runs"))
+    assert [run.metrics[f"data/context_len_{name}"] for name in ("min", "max", "mean")] == [
+        short,
+        long,
+        mean,
+    ]
+    assert (
+        f"2 rows x {short} to {long} tokens of context ({mean:.0f} on average)"
+        in capsys.readouterr().out
+    )
+    (setup,), (row,), (point,) = (
+        setups,
+        read_rows(tmp_path / "runs"),
+        measured(iter_runs(tmp_path / "runs")),
+    )
     assert {setup.context, row["batch.context_len"], point.context_len} == {round(mean)}
 
 
 @pytest.mark.parametrize("engine", ["native", "transformers"])
 def test_samples_depend_on_the_prompt_and_not_on_the_batch_size(tmp_path, engine):
     """All prompts are the same: the batches of a run draw numbers of their own."""
-    keys = [*prompts(tmp_path, "import os", "import os"), "draft=none", "sampling=sample", f"engine={engine}"]
+    keys = [
+        *prompts(tmp_path, "import os", "import os"),
+        "draft=none",
+        "sampling=sample",
+        f"engine={engine}",
+    ]
     tokens = []
     for rows, batches in ((1, 2), (2, 1)):
         run = run_here(tmp_path, *keys, f"batch.size={rows}", f"batch.num_batches={batches}")
@@ -163,7 +219,12 @@ def test_samples_depend_on_the_prompt_and_not_on_the_batch_size(tmp_path, engine
 
 
 def test_serving_compares_both_ways_at_each_level(tmp_path, capsys):
-    load = ["scenario.concurrencies=[1,3]", "scenario.rates=[50]", "scenario.num_requests=5", "scenario.latency_ms=1e6"]
+    load = [
+        "scenario.concurrencies=[1,3]",
+        "scenario.rates=[50]",
+        "scenario.num_requests=5",
+        "scenario.latency_ms=1e6",
+    ]
     run = run_here(tmp_path, "scenario=serve", *load)
     assert run.metrics["lossless/identical"] is True
     assert run.metrics["acceptance_length"] > 1
@@ -173,9 +234,16 @@ def test_serving_compares_both_ways_at_each_level(tmp_path, capsys):
         for way in WAYS:
             assert level[f"{way}/tokens_per_second"] > 0
             assert level[f"{way}/goodput_rps"] == level[f"{way}/requests_per_second"]
-            assert 0 < level[f"{way}/time_to_first_token_ms_p50"] <= level[f"{way}/time_to_first_token_ms_p99"]
+            assert (
+                0
+                < level[f"{way}/time_to_first_token_ms_p50"]
+                <= level[f"{way}/time_to_first_token_ms_p99"]
+            )
     assert sorted(row["context_len"] for row in run.generations) == [64, 64, 128, 128, 256]
-    assert all(row["speculative"] == row["autoregressive"] and len(row["speculative"]) == 12 for row in run.generations)
+    assert all(
+        row["speculative"] == row["autoregressive"] and len(row["speculative"]) == 12
+        for row in run.generations
+    )
     assert "50 a second" in capsys.readouterr().out
 
 
@@ -183,7 +251,12 @@ def test_serving_compares_both_ways_at_each_level(tmp_path, capsys):
 @pytest.mark.slow
 def test_several_ranks_serve_together(tmp_path):
     """Rank 0 schedules, which no other rank could: slots change hands on all of them at once."""
-    load = ["scenario=serve", "scenario.concurrencies=[2]", "scenario.num_requests=4", "batch.prefill_chunk=64"]
+    load = [
+        "scenario=serve",
+        "scenario.concurrencies=[2]",
+        "scenario.num_requests=4",
+        "batch.prefill_chunk=64",
+    ]
     run = run_here(tmp_path, *load, "hardware.tensor_parallel=2", "draft=model")
     assert run.metrics["lossless/identical"] is True
     assert [len(row["speculative"]) for row in run.generations] == [12] * 4
@@ -194,12 +267,24 @@ def test_several_ranks_serve_together(tmp_path):
     [
         (["batch.context_len=9000"], ["batch.context_len=9000", "8448", "8436"]),
         (["batch.size=3000", "batch.context_len=8000"], ["batch.size=3000", "GiB", "would fit"]),
-        (["batch.size=400", "hardware.dtype=bfloat16", "batch.context_len=8000"], ["400 rows", "8000", "tokens"]),
+        (
+            ["batch.size=400", "hardware.dtype=bfloat16", "batch.context_len=8000"],
+            ["400 rows", "8000", "tokens"],
+        ),
         (["hardware.device=cuda"], ["hardware.device=cuda", "hardware=cpu"]),
-        (["hardware.tensor_parallel=3"], ["hardware.tensor_parallel=3", "4 query heads", "valid: 1, 2, 4"]),
-        (["cache=snapkv", "hardware.tensor_parallel=4"], ["cache.policy=snapkv", "KV heads (2)", "streaming"]),
+        (
+            ["hardware.tensor_parallel=3"],
+            ["hardware.tensor_parallel=3", "4 query heads", "valid: 1, 2, 4"],
+        ),
+        (
+            ["cache=snapkv", "hardware.tensor_parallel=4"],
+            ["cache.policy=snapkv", "KV heads (2)", "streaming"],
+        ),
         (["cache.policy=nothing"], ["cache.policy=nothing", "streaming"]),
-        (["draft=model", "target@draft.model=llama-3.2-1b", "draft.model.weights=random"], ["128256", "1024"]),
+        (
+            ["draft=model", "target@draft.model=llama-3.2-1b", "draft.model.weights=random"],
+            ["128256", "1024"],
+        ),
     ],
 )
 def test_mistakes_that_the_plan_finds(tmp_path, arguments, said):
@@ -213,5 +298,7 @@ def test_mistakes_that_the_plan_finds(tmp_path, arguments, said):
     assert [word for word in said if word not in str(raised.value)] == []
     failed = list(iter_runs(tmp_path))
     # Only the memory that a run takes is found out after its folder is made.
-    assert [r["kind"] for r in failed] == (["invalid"] if arguments[0].startswith("batch.size") else [])
+    assert [r["kind"] for r in failed] == (
+        ["invalid"] if arguments[0].startswith("batch.size") else []
+    )
     assert all(said[0] in r["reason"] for r in failed)

@@ -24,5 +24,7 @@ def test_numbers_are_those_of_the_test(number, request):
 
 
 def test_numbers_of_a_shared_fixture_are_its_own(shared):
-    generator = torch.Generator().manual_seed(seed_of(f"{__name__.replace('.', '/')}.py shared None"))
+    generator = torch.Generator().manual_seed(
+        seed_of(f"{__name__.replace('.', '/')}.py shared None")
+    )
     assert torch.equal(shared, torch.rand(3, generator=generator))

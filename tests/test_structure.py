@@ -1,4 +1,6 @@
-"""The repository as a whole: the page on architecture is true, no link leads nowhere, every script has its imports."""
+"""The repository as a whole: the page on architecture is true, no link leads nowhere, every script
+has its imports.
+"""
 
 import importlib
 import re
@@ -8,14 +10,20 @@ import pytest
 
 from tests.test_layers import LAYERS, ROOT
 
-DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "magicdec/models/tiny/README.md"]
+DOCUMENTS = [
+    *ROOT.glob("*.md"),
+    *ROOT.glob("docs/**/*.md"),
+    ROOT / "magicdec/models/tiny/README.md",
+]
 ARCHITECTURE = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
 
 
 def test_the_picture_shows_the_layers_in_their_order():
     picture = re.search(r"```text\n(.*?)```", ARCHITECTURE, re.DOTALL)[1].splitlines()
     ranks = {name: rank for rank, names in enumerate(LAYERS.split("|")) for name in names.split()}
-    lines = [[ranks[word] for word in line.split("   ")[0].split() if word in ranks] for line in picture]
+    lines = [
+        [ranks[word] for word in line.split("   ")[0].split() if word in ranks] for line in picture
+    ]
     lines = [line for line in lines if line]
     assert sum(map(len, lines)) == len(ranks)
     assert [line for line, below in pairwise(lines) if min(line) < max(below)] == []
@@ -31,12 +39,17 @@ def test_files_that_the_page_names_exist():
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_somewhere(document):
     """Each names a file that exists and, with an anchor, a heading that the page has."""
-    for page, anchor in re.findall(r"\]\(([^)#\s:]*)(?:#([^)\s]+))?[)\s]", document.read_text(encoding="utf-8")):
+    for page, anchor in re.findall(
+        r"\]\(([^)#\s:]*)(?:#([^)\s]+))?[)\s]", document.read_text(encoding="utf-8")
+    ):
         path = document.parent / page if page else document
         assert path.exists(), page
         if anchor:
             headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
-            slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+            slugs = {
+                re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
+                for heading in headings
+            }
             assert anchor in slugs, (page, anchor, slugs)
 
 

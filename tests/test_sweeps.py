@@ -1,4 +1,6 @@
-"""Sweeps that are killed, that share a store, whose jobs die: every run is done once, and nothing is lost."""
+"""Sweeps that are killed, that share a store, whose jobs die: every run is done once, and nothing
+is lost.
+"""
 
 import contextlib
 import errno
@@ -45,7 +47,13 @@ from tests.tracking.sample import CONFIG, finished_run, result_of
 
 FORK = multiprocessing.get_context("fork")
 GRID = [(gamma, budget) for gamma in (1, 2, 3, 4) for budget in (32, 64, 128)]
-COMMON = ["hardware=cpu", "batch.size=1", "batch.context_len=64", "batch.generate_len=4", "wandb.mode=disabled"]
+COMMON = [
+    "hardware=cpu",
+    "batch.size=1",
+    "batch.context_len=64",
+    "batch.generate_len=4",
+    "wandb.mode=disabled",
+]
 
 
 @pytest.fixture
@@ -74,19 +82,25 @@ def started(function, *arguments):
     return process
 
 
-# Sweeps without Hydra, which takes a second to start: what becomes of a run is up to magicdec.scenarios.run
+# Sweeps without Hydra, which takes a second to start: what becomes of a run is up to
+# magicdec.scenarios.run
 
 
 @pytest.fixture
 def forked(quick):
-    """Start a sweep of the 12 runs of GRID in a process of its own, one after another as hydra/launcher=basic does."""
+    """Start a sweep of the 12 runs of GRID in a process of its own, one after another as
+    hydra/launcher=basic does.
+    """
     base = compose(COMMON)
 
     def sweep(runs):
         for number, (gamma, budget) in enumerate(GRID):
             draft, cache = replace(base.draft, gamma=gamma), replace(base.cache, budget=budget)
             config = replace(base, runs_dir=str(runs), draft=draft, cache=cache)
-            run(config, Job((f"draft.gamma={gamma}",), runs / "sweeps" / "a sweep", number, waits=True))
+            run(
+                config,
+                Job((f"draft.gamma={gamma}",), runs / "sweeps" / "a sweep", number, waits=True),
+            )
 
     return lambda runs: started(sweep, runs)
 
@@ -111,8 +125,13 @@ def decisive(runs):
     """Return what the runs have found and written, without times, attempts and folders."""
     names = ("generations.jsonl", "history.jsonl")
     shown = {run_of(run["id"]): run for run in latest(iter_runs(runs))}
-    texts = {name: [Path(run["folder"], file).read_text() for file in names] for name, run in shown.items()}
-    facts = {n: [r["status"], r["speedup"], r["config"] | {"runs_dir": None}] for n, r in shown.items()}
+    texts = {
+        name: [Path(run["folder"], file).read_text() for file in names]
+        for name, run in shown.items()
+    }
+    facts = {
+        n: [r["status"], r["speedup"], r["config"] | {"runs_dir": None}] for n, r in shown.items()
+    }
     return texts, facts
 
 
@@ -166,7 +185,9 @@ def tmpfs(tmp_path):
     """A file system of 256 KiB."""
     place = tmp_path / "small"
     place.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(place)], capture_output=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(place)], capture_output=True
+    )
     if mounted.returncode:
         pytest.skip(f"needs the right to mount: {mounted.stderr.decode().strip()}")
     yield place
@@ -178,12 +199,17 @@ def test_a_full_disk_ends_a_run_with_a_line_and_its_own_kind(tmpfs, quick, capfd
     """There is room for less and more of a run: for none of its log, for some of it."""
     (tmpfs / "filler").write_bytes(bytes((256 - free_kib) << 10))
     config = replace(compose(COMMON), runs_dir=str(tmpfs / "runs"))
-    with pytest.raises(StorageError, match=rf"^runs_dir={tmpfs}/runs: cannot write: No space left on device; choose"):
+    with pytest.raises(
+        StorageError,
+        match=rf"^runs_dir={tmpfs}/runs: cannot write: No space left on device; choose",
+    ):
         run(config, Job())
     assert "Traceback" not in capfd.readouterr().err
     (tmpfs / "filler").unlink()
     (found,) = iter_runs(tmpfs / "runs")
-    assert found["kind"] == ("storage" if free_kib > 12 else "interrupted"), "no room to say it, either"
+    assert found["kind"] == ("storage" if free_kib > 12 else "interrupted"), (
+        "no room to say it, either"
+    )
 
 
 # The lock
@@ -193,14 +219,19 @@ def test_a_lock_is_one_process_alone_and_goes_with_it(tmp_path):
     assert not is_locked(tmp_path / "abc")
     with locked(tmp_path / "abc"):
         assert is_locked(tmp_path / "abc")
-        with pytest.raises(Busy, match=rf"run abc is being run by process {os.getpid()} on "), locked(tmp_path / "abc"):
+        with (
+            pytest.raises(Busy, match=rf"run abc is being run by process {os.getpid()} on "),
+            locked(tmp_path / "abc"),
+        ):
             pass
     assert not (tmp_path / "abc").exists()
 
 
 @pytest.mark.parametrize("taken_over", [True, False])
 def test_a_lock_on_a_file_that_was_removed_is_none(tmp_path, monkeypatch, taken_over):
-    """Its holder removes the file after another process has opened it; a third may have made the next one by then."""
+    """Its holder removes the file after another process has opened it; a third may have made the
+    next one by then.
+    """
     path, take = tmp_path / ".lock", lock._flock
 
     def removed_meanwhile(descriptor):
@@ -234,8 +265,16 @@ def test_what_a_dead_process_left_running_is_buried_by_another(tmp_path):
 
 
 def start(runs, *arguments):
-    own = ["scenario=predict", f"runs_dir={runs}"]  # whose jobs need no PyTorch, and so do not wait for it
-    command = [sys.executable, str(ROOT / "tests" / "quick_launch.py"), "-m", *own, *COMMON, *arguments]
+    # Whose jobs need no PyTorch, and so do not wait for it.
+    own = ["scenario=predict", f"runs_dir={runs}"]
+    command = [
+        sys.executable,
+        str(ROOT / "tests" / "quick_launch.py"),
+        "-m",
+        *own,
+        *COMMON,
+        *arguments,
+    ]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, cwd=runs.parent, start_new_session=True, **pipes)
 
@@ -249,30 +288,50 @@ def finished(process):
 def test_a_job_that_fails_or_dies_is_one_failed_run(tmp_path, starts, monkeypatch):
     runs, secret = tmp_path / "runs", "MARKER" + "0123456789abcdef" * 3
     monkeypatch.setenv("WANDB_API_KEY", secret)
-    sweep = finished(start(runs, "sweep.name=mine", "hydra.launcher.jobs=2", "draft.gamma=1,6,7,2", "cache.budget=64"))
+    sweep = finished(
+        start(
+            runs,
+            "sweep.name=mine",
+            "hydra.launcher.jobs=2",
+            "draft.gamma=1,6,7,2",
+            "cache.budget=64",
+        )
+    )
     assert sweep.code == 1
-    crash = r"^error: job 1 \(.*draft.gamma=6 .*\): RuntimeError: gamma 6 is unlucky; its traceback is in (.*)\n"
+    crash = (
+        r"^error: job 1 \(.*draft.gamma=6 .*\): RuntimeError: gamma 6 is unlucky; its traceback is"
+        r" in (.*)\n"
+    )
     assert "in quick\n" in Path(re.search(crash, sweep.err, re.M)[1]).read_text()
     assert "Traceback" not in sweep.err
     assert re.search(r"^error: job 2 \(.*draft.gamma=7 .*\): killed by SIGKILL\n", sweep.err, re.M)
     found = {run["config"]["draft"]["gamma"]: run for run in iter_runs(runs)}
-    assert {gamma: (run["status"], run.get("kind"), run.get("reason")) for gamma, run in found.items()} == {
+    assert {
+        gamma: (run["status"], run.get("kind"), run.get("reason")) for gamma, run in found.items()
+    } == {
         1: ("done", None, None),
         6: ("failed", "crashed", "RuntimeError: gamma 6 is unlucky"),
         7: ("failed", "crashed", "killed by SIGKILL"),
         2: ("done", None, None),
     }
-    assert found[2]["pid"] not in (found[6]["pid"], found[7]["pid"]), "no job follows one that failed in its process"
+    assert found[2]["pid"] not in (
+        found[6]["pid"],
+        found[7]["pid"],
+    ), "no job follows one that failed in its process"
     (folder,) = (runs / "sweeps").glob("*_mine")
     assert {line["id"] for line in jobs(folder)} == {run["id"] for run in found.values()}
     assert (folder / "multirun.yaml").exists()
     assert {run["config"]["wandb"]["group"] for run in found.values()} == {"mine"}
     stored = [path.read_text() for path in runs.rglob("*") if path.is_file()]
-    assert not [text for text in [*stored, sweep.out, sweep.err] if secret in text], "no secret is written"
+    assert not [text for text in [*stored, sweep.out, sweep.err] if secret in text], (
+        "no secret is written"
+    )
 
 
 @pytest.mark.slow
-def test_a_killed_launcher_takes_its_jobs_along_and_the_sweep_goes_on(tmp_path, starts, monkeypatch):
+def test_a_killed_launcher_takes_its_jobs_along_and_the_sweep_goes_on(
+    tmp_path, starts, monkeypatch
+):
     monkeypatch.setenv("QUICK_SECONDS", "0.5")
     runs = tmp_path / "runs"
     first = start(runs, "draft.gamma=1,2")
@@ -288,7 +347,9 @@ def test_a_killed_launcher_takes_its_jobs_along_and_the_sweep_goes_on(tmp_path, 
 
 @pytest.mark.slow
 def test_a_sweep_of_processes_killed_at_ten_random_moments(tmp_path, starts):
-    """Five times with its jobs, as a terminal that is closed does, and five times alone: its jobs must follow."""
+    """Five times with its jobs, as a terminal that is closed does, and five times alone: its jobs
+    must follow.
+    """
     calm, runs, moments = tmp_path / "calm", tmp_path / "runs", seeded()
     grid = ["sweep.name=mine", "draft.gamma=1,2,3,4", "cache.budget=32,64,128"]
     assert finished(start(calm, *grid)).code == 0
@@ -300,7 +361,8 @@ def test_a_sweep_of_processes_killed_at_ten_random_moments(tmp_path, starts):
             sweep.kill()
         else:
             os.killpg(sweep.pid, signal.SIGKILL)
-        sweep.communicate(timeout=20)  # its jobs hold the other ends of these pipes: they are gone, too
+        # Its jobs hold the other ends of these pipes: they are gone, too.
+        sweep.communicate(timeout=20)
         assert not any(is_locked(path) for path in folders(runs))
         before = done(runs, before)
     last = finished(start(runs, *grid))
@@ -345,7 +407,9 @@ while any("forkserver" in argument for argument in sys.orig_argv) and os.path.ex
 
 @pytest.mark.slow
 def test_a_fork_server_that_is_killed_loses_no_job(tmp_path, starts, monkeypatch):
-    """Once before it has imported everything, where it is held, and once while a job of it is running."""
+    """Once before it has imported everything, where it is held, and once while a job of it is
+    running.
+    """
     hold = tmp_path / "hold"
     hold.touch()
     (tmp_path / "sitecustomize.py").write_text(HELD.format(hold=str(hold)))
@@ -355,7 +419,8 @@ def test_a_fork_server_that_is_killed_loses_no_job(tmp_path, starts, monkeypatch
     server = server_of(sweep)
     while sweep.poll() is None and not (tmp_path / "hold.held").exists():
         time.sleep(0.01)
-    time.sleep(1)  # the sweep asks the server for a process; a server that dies before that is replaced silently
+    # The sweep asks the server for a process; a server that dies before that is replaced silently.
+    time.sleep(1)
     os.kill(server, signal.SIGSTOP)
     hold.unlink()  # for the next one
     os.kill(server, signal.SIGKILL)
@@ -374,7 +439,9 @@ def test_a_fork_server_that_is_killed_loses_no_job(tmp_path, starts, monkeypatch
 
 def test_what_became_of_a_job_without_its_fork_server_is_in_the_store(tmp_path, capsys):
     sweep_dir = tmp_path / "sweeps" / "mine"
-    config = OmegaConf.create({"runs_dir": str(tmp_path), "hydra": {"sweep": {"dir": str(sweep_dir)}}})
+    config = OmegaConf.create(
+        {"runs_dir": str(tmp_path), "hydra": {"sweep": {"dir": str(sweep_dir)}}}
+    )
 
     def code(status, name="abc"):
         if status:
@@ -388,7 +455,10 @@ def test_what_became_of_a_job_without_its_fork_server_is_in_the_store(tmp_path, 
     assert capsys.readouterr().err == ""
     killed = Run.open(tmp_path, "abc", CONFIG)
     assert code("running", killed.id) == 1
-    assert capsys.readouterr().err == "error: job 3 (a=1): ended without an exit code, as its fork server did\n"
+    assert (
+        capsys.readouterr().err
+        == "error: job 3 (a=1): ended without an exit code, as its fork server did\n"
+    )
     assert (result_of(killed)["kind"], result_of(killed)["reason"][:5]) == ("crashed", "ended")
 
 
@@ -406,31 +476,54 @@ if os.fork() == 0:
     torch.set_num_threads(2)
     os._exit(int((torch.ones(2000, 2000) @ torch.ones(2000)).sum() / 1e6))
 assert os.waitstatus_to_exitcode(os.wait()[1]) == 4
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.slow
 def test_jobs_are_forked_before_a_gpu_or_a_thread_is_in_use(starts):
-    """A process that has asked CUDA for a device, or whose threads have worked, has no working children."""
-    subprocess.run([sys.executable, "-c", SERVER], check=True, timeout=100, env=os.environ | {"OMP_NUM_THREADS": "2"})
+    """A process that has asked CUDA for a device, or whose threads have worked, has no working
+    children.
+    """
+    subprocess.run(
+        [sys.executable, "-c", SERVER],
+        check=True,
+        timeout=100,
+        env=os.environ | {"OMP_NUM_THREADS": "2"},
+    )
 
 
 def needs(launcher):
     """Skip where it is not installed, or there is no cluster to ask."""
     pytest.importorskip(f"hydra_plugins.hydra_{launcher.partition('_')[0]}_launcher")
-    if launcher == "submitit_slurm" and (not shutil.which("sinfo") or subprocess.run(["sinfo"]).returncode):
+    if launcher == "submitit_slurm" and (
+        not shutil.which("sinfo") or subprocess.run(["sinfo"]).returncode
+    ):
         pytest.skip("needs Slurm: .ci/slurm FOLDER starts one where slurm-wlm is installed")
 
 
 def launch(runs, launcher, *arguments):
-    command = [sys.executable, str(ROOT / "launch.py"), "-m", f"hydra/launcher={launcher}", f"runs_dir={runs}"]
-    return subprocess.run([*command, *arguments], cwd=runs.parent, capture_output=True, text=True, timeout=400)
+    command = [
+        sys.executable,
+        str(ROOT / "launch.py"),
+        "-m",
+        f"hydra/launcher={launcher}",
+        f"runs_dir={runs}",
+    ]
+    return subprocess.run(
+        [*command, *arguments], cwd=runs.parent, capture_output=True, text=True, timeout=400
+    )
 
 
 def elsewhere(runs, launcher, *arguments):
     """A sweep of three predictions by another launcher, of which the first is refused."""
     needs(launcher)
-    own = ["scenario=predict", "hardware=h100", "target=llama-3.1-8b", "scenario.alpha=0.8", "wandb.mode=disabled"]
+    own = [
+        "scenario=predict",
+        "hardware=h100",
+        "target=llama-3.1-8b",
+        "scenario.alpha=0.8",
+        "wandb.mode=disabled",
+    ]
     return launch(runs, launcher, *own, "draft.gamma=300,1,2", *arguments)
 
 
@@ -444,7 +537,10 @@ def test_other_launchers(tmp_path, launcher):
     assert not list(tmp_path.iterdir())
     sweep = elsewhere(runs, launcher)
     assert sweep.returncode == cli.USER_ERROR, sweep.stderr
-    assert {run["config"]["draft"]["gamma"]: run["status"] for run in iter_runs(runs)} == {1: "done", 2: "done"}
+    assert {run["config"]["draft"]["gamma"]: run["status"] for run in iter_runs(runs)} == {
+        1: "done",
+        2: "done",
+    }
     (sweep_dir,) = (runs / "sweeps").iterdir()
     assert sorted(job["id"] is None for job in jobs(sweep_dir)) == [False] * 2 + [True]
 
@@ -452,7 +548,10 @@ def test_other_launchers(tmp_path, launcher):
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["joblib", "submitit_slurm"])
 def test_other_launchers_that_fail_fast(tmp_path, launcher):
-    one_at_a_time = {"joblib": "hydra.launcher.n_jobs=1", "submitit_slurm": "hydra.launcher.array_parallelism=1"}
+    one_at_a_time = {
+        "joblib": "hydra.launcher.n_jobs=1",
+        "submitit_slurm": "hydra.launcher.array_parallelism=1",
+    }
     sweep = elsewhere(tmp_path / "runs", launcher, one_at_a_time[launcher], "sweep.fail_fast=true")
     assert sweep.returncode == cli.USER_ERROR, sweep.stderr
     assert not list(iter_runs(tmp_path / "runs"))
@@ -460,12 +559,19 @@ def test_other_launchers_that_fail_fast(tmp_path, launcher):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["joblib", "ray"])
-def test_a_task_of_another_launcher_is_a_group_of_jobs_that_share_a_prefill(tmp_path, launcher, monkeypatch):
-    """Jobs alternate between two texts; the second job of each text takes over the prefill of the first."""
+def test_a_task_of_another_launcher_is_a_group_of_jobs_that_share_a_prefill(
+    tmp_path, launcher, monkeypatch
+):
+    """Jobs alternate between two texts; the second job of each text takes over the prefill of the
+    first.
+    """
     needs(launcher)
     monkeypatch.setenv("RAY_TMPDIR", tempfile.gettempdir())  # whose sockets need a short path
     monkeypatch.setenv("TMPDIR", str(tmp_path))  # and so locks of its own
-    threads = {"joblib": "hydra.launcher.n_jobs=1", "ray": f"+hydra.launcher.ray.remote.num_cpus={usual()}"}
+    threads = {
+        "joblib": "hydra.launcher.n_jobs=1",
+        "ray": f"+hydra.launcher.ray.remote.num_cpus={usual()}",
+    }
     runs = tmp_path / "runs"
     own = ["attention=sdpa", "scenario.repeats=1", "scenario.profile_repeats=1", "cache.budget=24"]
     own += [threads[launcher], "draft.gamma=1,2,3", "data.seed=1,2", "sweep.jobs_per_task=2"]
@@ -473,9 +579,13 @@ def test_a_task_of_another_launcher_is_a_group_of_jobs_that_share_a_prefill(tmp_
     assert sweep.returncode == 0, sweep.stderr
     assert f"hydra/launcher={launcher}: 6 jobs in 4 tasks" in sweep.stderr
     found = list(iter_runs(runs))
-    settings = {(run["config"]["draft"]["gamma"], run["config"]["data"]["seed"]): run for run in found}
+    settings = {
+        (run["config"]["draft"]["gamma"], run["config"]["data"]["seed"]): run for run in found
+    }
     grid = [(gamma, seed) for gamma in (1, 2, 3) for seed in (1, 2)]
-    assert {key: run["prefill/shared"] for key, run in settings.items()} == {key: key[0] == 2 for key in grid}
+    assert {key: run["prefill/shared"] for key, run in settings.items()} == {
+        key: key[0] == 2 for key in grid
+    }
     (sweep_dir,) = (runs / "sweeps").iterdir()
     assert [job["id"] for job in jobs(sweep_dir)] == [settings[key]["id"] for key in grid]
 
@@ -484,12 +594,20 @@ def test_a_task_of_another_launcher_is_a_group_of_jobs_that_share_a_prefill(tmp_
 def test_optuna_goes_on_after_a_trial_that_fails(tmp_path, starts):
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
     runs = tmp_path / "runs"
-    sweep = finished(start(runs, "+sweeps=optuna", "hydra.sweeper.n_trials=3", "sweep.objective=speedup"))
+    sweep = finished(
+        start(runs, "+sweeps=optuna", "hydra.sweeper.n_trials=3", "sweep.objective=speedup")
+    )
     assert sweep.code == 0, sweep.err
     found = list(iter_runs(runs))
-    assert sorted(run["status"] for run in found) == ["done", "done", "failed"], "its seed begins with gamma 7"
+    assert sorted(run["status"] for run in found) == [
+        "done",
+        "done",
+        "failed",
+    ], "its seed begins with gamma 7"
     (best,) = (runs / "sweeps").glob("*_optuna/optimization_results.yaml")
-    assert OmegaConf.load(best).best_value == max(run["speedup"] for run in found if run["status"] == "done")
+    assert OmegaConf.load(best).best_value == max(
+        run["speedup"] for run in found if run["status"] == "done"
+    )
 
 
 # What needs no second process: `cli.main` with a scenario that takes a moment
@@ -499,7 +617,9 @@ def test_optuna_goes_on_after_a_trial_that_fails(tmp_path, starts):
 def here(quick, monkeypatch, capfd, tmp_path, hydra_logging):
 
     def with_arguments(*arguments, runs="runs"):
-        monkeypatch.setattr(sys, "argv", ["launch.py", *arguments, f"runs_dir='{tmp_path / runs}'", *COMMON])
+        monkeypatch.setattr(
+            sys, "argv", ["launch.py", *arguments, f"runs_dir='{tmp_path / runs}'", *COMMON]
+        )
         code = cli.main()
         return SimpleNamespace(code=code, **capfd.readouterr()._asdict())
 
@@ -517,13 +637,17 @@ def test_fail_fast(here, starts, monkeypatch, own):
 
 def order(starts):
     """The gammas of the runs, in the order in which they were begun."""
-    names = sorted((path.name.split("-") for path in starts.iterdir()), key=lambda parts: int(parts[2]))
+    names = sorted(
+        (path.name.split("-") for path in starts.iterdir()), key=lambda parts: int(parts[2])
+    )
     return [int(gamma) for gamma, *_ in names]
 
 
 @pytest.mark.parametrize(("limit", "firsts"), [("null", [0, 1]), ("2", [0, 4, 1, 5])])
 @pytest.mark.slow
-def test_a_launcher_of_tasks_runs_the_jobs_of_a_group_in_one(here, starts, monkeypatch, tmp_path, limit, firsts):
+def test_a_launcher_of_tasks_runs_the_jobs_of_a_group_in_one(
+    here, starts, monkeypatch, tmp_path, limit, firsts
+):
     """Each job has its number and result; one that fails is one failed run."""
     tasks, run_all = [], _groups.GroupTask.__call__
 
@@ -607,10 +731,15 @@ def test_a_dry_run_lists_and_leaves_nothing(here, tmp_path, starts):
     sweep = here("-m", "sweep.dry_run=true", "draft.gamma=1,2,6")
     assert sweep.code == 0
     lines = [line.split() for line in sweep.out.splitlines() if " GiB " in line]
-    assert [line[1:4] for line in lines] == [[state, "3.00", "GiB"] for state in ("done", "new", "crashed")]
+    assert [line[1:4] for line in lines] == [
+        [state, "3.00", "GiB"] for state in ("done", "new", "crashed")
+    ]
     assert [" ".join(line[4:6]) for line in lines] == ["0 s", "2 min", "2 min"]
     assert "about 3 min in all" in sweep.out
-    assert here("-m", "hydra/launcher=basic", "sweep.dry_run=true", "draft.gamma=1,1000").code == cli.USER_ERROR
+    assert (
+        here("-m", "hydra/launcher=basic", "sweep.dry_run=true", "draft.gamma=1,1000").code
+        == cli.USER_ERROR
+    )
     assert sorted((tmp_path / "runs").rglob("*")) == before
     assert len(list(starts.iterdir())) == 2
 
@@ -639,8 +768,13 @@ def test_a_sweep_skips_what_the_same_code_has_done(here, starts, tmp_path, monke
     first, second = iter_runs(tmp_path / "runs")
     assert second["id"] == f"{first['id']}-2"
     assert first["source"] != second["source"] == "edited"
-    members = [{line["id"] for line in jobs(path)} for path in sorted((tmp_path / "runs" / "sweeps").iterdir())]
-    assert members == [{first["id"]}] * 3 + [{second["id"]}], "each sweep keeps the attempts that it has shown"
+    members = [
+        {line["id"] for line in jobs(path)}
+        for path in sorted((tmp_path / "runs" / "sweeps").iterdir())
+    ]
+    assert members == [{first["id"]}] * 3 + [{second["id"]}], (
+        "each sweep keeps the attempts that it has shown"
+    )
 
 
 # The process launcher's queue, with processes that only wait
@@ -650,21 +784,32 @@ class Queue(ProcessLauncher):
     def __init__(self, fates, sweep, limit=None):
         super().__init__(limit)
         self.fates, self.seen, self.most = fates, [], 0
-        settings = {"fail_fast": False, "dry_run": False, "objective": "speedup", "share": "prefill"} | sweep
+        settings = {
+            "fail_fast": False,
+            "dry_run": False,
+            "objective": "speedup",
+            "share": "prefill",
+        } | sweep
         places = {"runs_dir": "", "hydra": {"sweep": {"dir": ""}}, "engine": {"name": "native"}}
-        self.config = OmegaConf.create({"sweep": settings, "scenario": {"name": "predict"}, **places})
+        self.config = OmegaConf.create(
+            {"sweep": settings, "scenario": {"name": "predict"}, **places}
+        )
         self.processes = []
 
     def _begin(self, worker, job):
         self.seen.append(job.number)
         self.processes.append(worker.process.pid)
-        self.most = max(self.most, sum(child.is_alive() for child in multiprocessing.active_children()))
+        self.most = max(
+            self.most, sum(child.is_alive() for child in multiprocessing.active_children())
+        )
         worker.begin(job, *self.fates.pop(0))
 
 
 @pytest.fixture
 def waiting_processes(monkeypatch):
-    """The jobs of a Queue only wait: a fate is the seconds and the exit code, or the signal that ends the process."""
+    """The jobs of a Queue only wait: a fate is the seconds and the exit code, or the signal that
+    ends the process.
+    """
 
     def work(pipe):
         with contextlib.suppress(EOFError):
@@ -676,8 +821,11 @@ def waiting_processes(monkeypatch):
                 pipe.send(code)
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr("hydra_plugins.magicdec._launcher._started", lambda _, pipe: started(work, pipe))
-    # A forked process holds both ends of its pipe, so that it does not notice when the launcher closes its own.
+    monkeypatch.setattr(
+        "hydra_plugins.magicdec._launcher._started", lambda _, pipe: started(work, pipe)
+    )
+    # A forked process holds both ends of its pipe, so that it does not notice when the launcher
+    # closes its own.
     monkeypatch.setattr("hydra_plugins.magicdec._launcher.GRACE_S", 0.2)
 
 
@@ -693,7 +841,10 @@ def test_as_many_jobs_at_once_as_visible_gpus(waiting_processes, monkeypatch):
 
 def test_jobs_of_a_group_follow_one_another_in_one_process(waiting_processes, capfd):
     grid = itertools.product("ab", (1, 2), (1, 2))
-    jobs = [[f"batch.size={rows}", f"cache={policy}", f"draft.gamma={gamma}"] for policy, rows, gamma in grid]
+    jobs = [
+        [f"batch.size={rows}", f"cache={policy}", f"draft.gamma={gamma}"]
+        for policy, rows, gamma in grid
+    ]
     queue = Queue([(0, 0)] * 8, {})
     assert len(queue.launch(jobs, 0)) == 8
     assert queue.seen == [0, 1, 4, 5, 2, 3, 6, 7]
@@ -705,7 +856,9 @@ def test_jobs_of_a_group_follow_one_another_in_one_process(waiting_processes, ca
     results = queue.launch([["cache=a"]] * 4, 0)
     first, second, third, last = queue.processes
     assert first == second, "a process goes on after a job that is done"
-    assert len({second, third, last}) == 3, "and is replaced after one that failed, or that was killed"
+    assert len({second, third, last}) == 3, (
+        "and is replaced after one that failed, or that was killed"
+    )
     done, failed = JobStatus.COMPLETED, JobStatus.FAILED
     assert [result.status for result in results] == [done, failed, failed, done]
     assert "job 2 (cache=a): killed by SIGKILL" in capfd.readouterr().err

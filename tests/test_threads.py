@@ -47,13 +47,19 @@ ENABLED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 @pytest.mark.skipif(
-    not ENABLED.exists() or "[madvise]" not in ENABLED.read_text(), reason="all get huge pages, or none"
+    not ENABLED.exists() or "[madvise]" not in ENABLED.read_text(),
+    reason="all get huge pages, or none",
 )
 @pytest.mark.parametrize("asked", ["0", "1"])
 def test_tensors_lie_in_huge_pages(asked):
-    code = "import magicdec, torch; x = torch.zeros(1 << 24); print(open('/proc/self/smaps_rollup').read())"
+    code = (
+        "import magicdec, torch; x = torch.zeros(1 << 24);"
+        " print(open('/proc/self/smaps_rollup').read())"
+    )
     environment = os.environ | {threads.HUGE_PAGES: asked}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("AnonHugePages"))
     assert (int(line.split()[1]) > 0) == (asked == "1")
 
@@ -72,9 +78,14 @@ def test_nothing_is_set_once_pytorch_has_read_it(environment, monkeypatch):
 
 
 def test_the_package_sets_them_before_pytorch_is_imported():
-    code = "import magicdec, sys, os; assert 'torch' not in sys.modules; print(os.environ['GOMP_SPINCOUNT'])"
+    code = (
+        "import magicdec, sys, os; assert 'torch' not in sys.modules;"
+        " print(os.environ['GOMP_SPINCOUNT'])"
+    )
     clean = {name: value for name, value in os.environ.items() if name not in threads.WAITING}
-    done = subprocess.run([sys.executable, "-c", code], env=clean, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=clean, capture_output=True, text=True, check=True
+    )
     assert done.stdout == "20000\n"
 
 
@@ -83,14 +94,23 @@ def test_the_package_sets_them_before_pytorch_is_imported():
     [
         ({}, None),
         ({"job/inner/cpu.max": "max 100000\n"}, None),
-        ({"job/inner/cpu.max": "max 100000\n", "job/cpu.max": "150000 100000\n", "cpu.max": "400000 100000\n"}, 1.5),
+        (
+            {
+                "job/inner/cpu.max": "max 100000\n",
+                "job/cpu.max": "150000 100000\n",
+                "cpu.max": "400000 100000\n",
+            },
+            1.5,
+        ),
         ({"job/inner/cpu.cfs_quota_us": "-1\n", "job/inner/cpu.cfs_period_us": "100000\n"}, None),
         ({"job/cpu.cfs_quota_us": "50000\n", "job/cpu.cfs_period_us": "100000\n"}, 0.5),
     ],
 )
 def test_the_tightest_quota_counts(tmp_path, monkeypatch, files, expected):
     written(tmp_path, files)
-    monkeypatch.setattr(threads, "_cgroups", lambda: [tmp_path / "job/inner", tmp_path / "job", tmp_path])
+    monkeypatch.setattr(
+        threads, "_cgroups", lambda: [tmp_path / "job/inner", tmp_path / "job", tmp_path]
+    )
     assert threads.cpu_limit() == expected
 
 
@@ -98,5 +118,8 @@ def test_hyperthreads_of_one_core_count_once(tmp_path, monkeypatch):
     monkeypatch.setattr(threads, "CPUS", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 9}, raising=False)
     siblings = {0: "0-1", 1: "0-1", 2: "2-3"}  # nothing is known of 9
-    written(tmp_path, {f"cpu{cpu}/topology/thread_siblings_list": text for cpu, text in siblings.items()})
+    written(
+        tmp_path,
+        {f"cpu{cpu}/topology/thread_siblings_list": text for cpu, text in siblings.items()},
+    )
     assert threads.num_cores() == 3

@@ -8,7 +8,19 @@ import pytest
 from magicdec.version import VERSION
 from tests.programs import ROOT
 
-CODE = {".py", ".cpp", ".h", ".csv", ".css", ".html", ".js", ".json", ".safetensors", ".typed", ".yaml"}
+CODE = {
+    ".py",
+    ".cpp",
+    ".h",
+    ".csv",
+    ".css",
+    ".html",
+    ".js",
+    ".json",
+    ".safetensors",
+    ".typed",
+    ".yaml",
+}
 builders = pytest.importorskip("hatchling.builders.wheel")
 
 
@@ -29,14 +41,24 @@ def files(folder):
 def test_package_and_plugins_configuration_and_the_command_are_whole(tmp_path):
     wheel = build(ROOT, tmp_path)
     expected = files("magicdec") | files("hydra_plugins")
-    assert {"magicdec/kernels/attention.cpp", "magicdec/models/tiny/target/model.safetensors"} <= expected
-    assert {"magicdec/tracking/report/assets/page.html", "hydra_plugins/magicdec/_launcher.py"} <= expected
+    assert {
+        "magicdec/kernels/attention.cpp",
+        "magicdec/models/tiny/target/model.safetensors",
+    } <= expected
+    assert {
+        "magicdec/tracking/report/assets/page.html",
+        "hydra_plugins/magicdec/_launcher.py",
+    } <= expected
     for folder in ("conf", "sweeps"):
         assert len(files(folder)) > 5
         expected |= {f"magicdec/{name}" for name in files(folder)}
     assert expected - set(wheel.namelist()) == set()
     facts = f"magicdec-{VERSION}.dist-info"
-    assert {name.partition("/")[0] for name in wheel.namelist()} == {"magicdec", "hydra_plugins", facts}
+    assert {name.partition("/")[0] for name in wheel.namelist()} == {
+        "magicdec",
+        "hydra_plugins",
+        facts,
+    }
     assert "magicdec = magicdec.cli:main" in wheel.read(f"{facts}/entry_points.txt").decode()
 
 

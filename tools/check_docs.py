@@ -1,17 +1,18 @@
-"""Check every command of the documentation: run it, compose its configuration, or read its arguments.
+"""Check every command of the documentation: run it, compose its configuration, or read its
+arguments.
 
 python tools/check_docs.py           # all of them, in minutes; the exit code is 1 if one fails
 python tools/check_docs.py --list    # only say what is done with which
 python tools/check_docs.py --run     # run every command that needs neither a GPU, the network nor another server
 python tools/check_docs.py --run --since HEAD~1    # of these, the commands that are new or have changed
 
-run: at small sizes. compose: runs that need a GPU, a checkpoint or hours. parse: subcommands and scripts, whose
-arguments must exist. skip: other programs, such as pip and wandb.
+run: at small sizes. compose: runs that need a GPU, a checkpoint or hours. parse: subcommands and
+scripts, whose arguments must exist. skip: other programs, such as pip and wandb.
 
-With --run, the commands of a page run one after another in a folder of their own, which has a few runs to report on and
-the plugin of docs/plugins.md. Predictions run as they are, all else at small sizes. Each has a limit of time. What is
-not run is listed with the reason.
-"""
+With --run, the commands of a page run one after another in a folder of their own, which has a few
+runs to report on and the plugin of docs/plugins.md. Predictions run as they are, all else at small
+sizes. Each has a limit of time. What is not run is listed with the reason.
+"""  # noqa: E501
 
 import argparse
 import itertools
@@ -30,15 +31,30 @@ from typing import Any, NamedTuple
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ["README.md", "docs/quickstart.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+PAGES = [
+    "README.md",
+    "docs/quickstart.md",
+    *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")),
+]
 FILES = (path for folder in ("conf", "sweeps") for path in (ROOT / folder).rglob("*.yaml"))
 PAGES += sorted(str(path.relative_to(ROOT)) for path in FILES)
 # Small enough for a test; what a command is about is left alone.
-SMALL = ["batch.size=2", "batch.context_len=320", "batch.generate_len=8", "scenario.repeats=1", "wandb.mode=offline"]
-SMALL_VERIFY = [f"scenario.{key}" for key in ("batch_sizes=[2]", "context_lens=[320]", "gammas=[2]", "repeats=1")]
+SMALL = [
+    "batch.size=2",
+    "batch.context_len=320",
+    "batch.generate_len=8",
+    "scenario.repeats=1",
+    "wandb.mode=offline",
+]
+SMALL_VERIFY = [
+    f"scenario.{key}"
+    for key in ("batch_sizes=[2]", "context_lens=[320]", "gammas=[2]", "repeats=1")
+]
 SMALL_SERVE = [*SMALL[:3], "scenario.num_requests=4", "wandb.mode=offline"]
 LOCAL_TARGETS = ("tiny", "tiny-draft")  # all others need a checkpoint
-PLACEHOLDERS = re.compile(r"\b(FOLDER|FILE|NAME|TEAM|ENTITY|RUN_ID|PYTHON|CONFIG)\b|\.\.\.|org/name|/\w+/")
+PLACEHOLDERS = re.compile(
+    r"\b(FOLDER|FILE|NAME|TEAM|ENTITY|RUN_ID|PYTHON|CONFIG)\b|\.\.\.|org/name|/\w+/"
+)
 ELSEWHERE = re.compile(
     r"experiment=(paper|study|first|llama)|engine=(\S*,)?(vllm|llamacpp|openvino|openai)|hydra/launcher|"
     r"tensor_parallel|plugins=|tracker=|cache=\S*(strided|my_)|quantization=|--config-dir|data=pg19|data=ruler"
@@ -48,26 +64,44 @@ PROGRAMS = re.compile(
 )
 # Why a command is not run; the first that fits. Predictions need none of the last four.
 NOT_RUN = {
-    r"^(?!python|magicdec)|^python -m (venv|pytest)|&&": "another program, or one that the tests run",
+    r"^(?!python|magicdec)|^python -m (venv|pytest)|&&": (
+        "another program, or one that the tests run"
+    ),
     r"http://|engine=openai": "needs a server",
     r"\bFOLDER|FILE|\bNAME\b|TEAM|\.\.\.|org/name": "names something of the reader's",
-    r"RUN_ID|\bID(_[AB])?\b|0a1b|bench-\d|(?<![\w.])(vllm|benchmarks|profile_\w+)\.json": "names the reader's results",
+    r"RUN_ID|\bID(_[AB])?\b|0a1b|bench-\d|(?<![\w.])(vllm|benchmarks|profile_\w+)\.json": (
+        "names the reader's results"
+    ),
     r"speedup>1": "selects by what was measured",
     r"experiment=planned": "a search has written it for a GPU, or names something of the reader's",
     r"(question|conversation_trace|outputs|edits)\.jsonl|data=(pg19|ruler)": "needs a corpus",
-    r"engine=\S*(vllm|llamacpp|openvino)|sweeps?[= ](peers|study)|data=mooncake": "needs another engine or a corpus",
+    r"engine=\S*(vllm|llamacpp|openvino)|sweeps?[= ](peers|study)|data=mooncake": (
+        "needs another engine or a corpus"
+    ),
     r"magicdec (serve|sync|dashboard)": "needs a client or a server of W&B's",
     r"^python (benchmarks|tools)/": "writes pages, or reads the network",
     r"hydra/launcher=(ray|submitit\w*|joblib)|sweeps=optuna|tracker=tensorboard": "needs an extra",
     r"strided": "needs a file in the package",
 }
 NEEDS = {
-    r"target(@draft\.model)?=(?!tiny|\{)\w|sweeps=acceptance|experiment=(llama|study)": "needs a checkpoint",
+    r"target(@draft\.model)?=(?!tiny|\{)\w|sweeps=acceptance|experiment=(llama|study)": (
+        "needs a checkpoint"
+    ),
     r"hardware=\d*x?[a-z]+\d": "needs a GPU",
 }
 PREDICTS = r"scenario=(predict|plan)|experiment=paper|sweeps=hardware"
-SEEDS = ["-m", "experiment=quick", "cache.budget=64,128", "cache=streaming,window", "hydra/launcher=basic"]
-SUBCOMMANDS = {"magicdec.tracking.report": "report", "magicdec.http.serve": "serve", "magicdec.doctor": "doctor"}
+SEEDS = [
+    "-m",
+    "experiment=quick",
+    "cache.budget=64,128",
+    "cache=streaming,window",
+    "hydra/launcher=basic",
+]
+SUBCOMMANDS = {
+    "magicdec.tracking.report": "report",
+    "magicdec.http.serve": "serve",
+    "magicdec.doctor": "doctor",
+}
 
 
 class Command(NamedTuple):
@@ -108,7 +142,8 @@ def _texts(markdown: str) -> Iterator[str]:
 def _classified(page: str, text: str) -> Command:
     words = shlex.split(re.sub(r"^(\w+=\S+ )+", "", text))
     launches = words[:2] == ["python", "launch.py"]
-    if "&&" in words or "experiment=planned" in words:  # the first commands, and what an earlier command writes
+    # The first commands, and what an earlier command writes.
+    if "&&" in words or "experiment=planned" in words:
         return Command(page, text, "skip")
     if words[:2] == ["python", "-m"] and words[2].startswith("magicdec."):
         words = ["magicdec", SUBCOMMANDS[words[2]], *words[3:]]
@@ -125,7 +160,9 @@ def _classified(page: str, text: str) -> Command:
 
 
 def _needs_more(arguments: tuple[str, ...]) -> bool:
-    """Return whether a run needs a GPU, a checkpoint, another library or hours. A prediction needs none of these."""
+    """Return whether a run needs a GPU, a checkpoint, another library or hours. A prediction needs
+    none of these.
+    """
     text = " ".join(arguments)
     if PLACEHOLDERS.search(text) or ELSEWHERE.search(text) or "+sweeps=" in text:
         return True
@@ -143,11 +180,15 @@ def small(arguments: tuple[str, ...], runs: Path) -> list[str]:
     elif "scenario=serve" in arguments:
         sizes = SMALL_SERVE
     extra = [override for override in sizes if override.partition("=")[0] not in given]
-    return sorted([*arguments, *extra, f"runs_dir={runs}"], key=lambda argument: not argument.startswith("-"))
+    return sorted(
+        [*arguments, *extra, f"runs_dir={runs}"], key=lambda argument: not argument.startswith("-")
+    )
 
 
 def jobs(arguments: tuple[str, ...]) -> list[list[str]]:
-    """Return the overrides of a run, or those of each job of a multirun. A grid is a file's or the command line's."""
+    """Return the overrides of a run, or those of each job of a multirun. A grid is a file's or the
+    command line's.
+    """
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     parser, keys = OverridesParser.create(), [*_grids(arguments)]
@@ -156,9 +197,11 @@ def jobs(arguments: tuple[str, ...]) -> list[list[str]]:
             keys.append(re.sub(r"cache=(strided|my_sinks)", "cache=window", argument))
     parsed = parser.parse_overrides(keys)
     values = [
-        [f"{one.get_key_element()}={value}" for value in one.sweep_string_iterator()]
-        if one.is_sweep_override()
-        else [one.input_line or ""]
+        (
+            [f"{one.get_key_element()}={value}" for value in one.sweep_string_iterator()]
+            if one.is_sweep_override()
+            else [one.input_line or ""]
+        )
         for one in parsed
     ]
     return [list(job) for job in itertools.product(*values)]
@@ -169,13 +212,17 @@ def _grids(arguments: tuple[str, ...]) -> Iterator[str]:
     folders = {"+sweeps": "sweeps", "experiment": "conf/experiment"}
     for key, _, option in (argument.partition("=") for argument in arguments):
         if "-m" in arguments and key in folders and "," not in option:
-            file: Any = yaml.safe_load((ROOT / folders[key] / f"{option}.yaml").read_text(encoding="utf-8"))
+            file: Any = yaml.safe_load(
+                (ROOT / folders[key] / f"{option}.yaml").read_text(encoding="utf-8")
+            )
             for name, values in file.get("hydra", {}).get("sweeper", {}).get("params", {}).items():
                 yield f"{name}={values}"
 
 
 def compose(arguments: tuple[str, ...]) -> None:
-    """Compose and check a run's configuration, or that of the first job of a multirun. Raise UserError for mistakes."""
+    """Compose and check a run's configuration, or that of the first job of a multirun. Raise
+    UserError for mistakes.
+    """
     from magicdec.config.load import compose as composed
 
     composed(jobs(arguments)[0])
@@ -186,7 +233,11 @@ def parse(arguments: tuple[str, ...]) -> None:
     name, *rest = arguments
     if name.endswith(".py"):
         source = (ROOT / name).read_text(encoding="utf-8")
-        missing = [flag for flag in rest if flag.startswith("--") and f'"{flag.partition("=")[0]}"' not in source]
+        missing = [
+            flag
+            for flag in rest
+            if flag.startswith("--") and f'"{flag.partition("=")[0]}"' not in source
+        ]
         assert not missing, f"{name} has no {missing}"
         return
     sys.path.insert(0, str(Path(__file__).parent))
@@ -207,7 +258,11 @@ def check(command: Command) -> str:
             parse(command.arguments)
         elif command.kind == "run":
             with tempfile.TemporaryDirectory() as folder:
-                line = [sys.executable, str(ROOT / "launch.py"), *small(command.arguments, Path(folder, "runs"))]
+                line = [
+                    sys.executable,
+                    str(ROOT / "launch.py"),
+                    *small(command.arguments, Path(folder, "runs")),
+                ]
                 done = subprocess.run(line, cwd=folder, capture_output=True, text=True)
                 return "" if done.returncode == 0 else done.stderr[-500:]
     except Exception as error:
@@ -224,13 +279,17 @@ def reason_not_to_run(command: Command) -> str:
 def changed_since(commit: str) -> set[str]:
     """Return the texts of the commands that pages of this commit do not have."""
     known = subprocess.run(
-        ["git", "rev-parse", "--verify", "-q", f"{commit}^{{commit}}"], cwd=ROOT, capture_output=True
+        ["git", "rev-parse", "--verify", "-q", f"{commit}^{{commit}}"],
+        cwd=ROOT,
+        capture_output=True,
     )
     if known.returncode:
         sys.exit(f"--since {commit}: no such commit")
     before = set()
     for page in PAGES:
-        shown = subprocess.run(["git", "show", f"{commit}:{page}"], cwd=ROOT, capture_output=True, text=True)
+        shown = subprocess.run(
+            ["git", "show", f"{commit}:{page}"], cwd=ROOT, capture_output=True, text=True
+        )
         before |= set(_texts(_content(page, shown.stdout)))
     return {command.text for command in commands()} - before
 
@@ -266,12 +325,16 @@ def write_examples(folder: Path) -> None:
     blocks = re.findall(r"```(python|yaml)\n(.*?)```", page, re.DOTALL)
     (folder / "conf/cache").mkdir(parents=True)
     (folder / "my_policy.py").write_text(next(text for kind, text in blocks if kind == "python"))
-    (folder / "conf/cache/my_sinks.yaml").write_text(next(text for _, text in blocks if text.startswith("# My sinks")))
+    (folder / "conf/cache/my_sinks.yaml").write_text(
+        next(text for _, text in blocks if text.startswith("# My sinks"))
+    )
 
 
 def run_here(command: Command, folder: Path, limit: float) -> str:
     """Run a command in a folder. Return what is wrong, or an empty text."""
-    words = shlex.split(re.sub(r"^python -m magicdec\.|^python launch\.py|^magicdec", "", command.text))
+    words = shlex.split(
+        re.sub(r"^python -m magicdec\.|^python launch\.py|^magicdec", "", command.text)
+    )
     if re.search(PREDICTS, command.text):
         words += ["wandb.mode=offline"]
     elif command.kind != "parse":
@@ -292,17 +355,34 @@ def _launch(words: list[str], folder: Path, limit: float) -> subprocess.Complete
 
 def main() -> int:
     """Check all commands, or list them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--list", action="store_true", help="only print the commands with what is done with them")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--list", action="store_true", help="only print the commands with what is done with them"
+    )
     parser.add_argument("--kind", choices=("run", "compose", "parse"), help="only these")
-    parser.add_argument("--run", action="store_true", help="run all that can run here, at small sizes")
-    parser.add_argument("--since", metavar="COMMIT", help="with --run: only commands that are new since this commit")
-    parser.add_argument("--only", metavar="TEXT", default="", help="with --run: only commands that contain this text")
-    parser.add_argument("--limit", type=float, default=120.0, help="with --run: seconds of each (default: 120)")
+    parser.add_argument(
+        "--run", action="store_true", help="run all that can run here, at small sizes"
+    )
+    parser.add_argument(
+        "--since", metavar="COMMIT", help="with --run: only commands that are new since this commit"
+    )
+    parser.add_argument(
+        "--only",
+        metavar="TEXT",
+        default="",
+        help="with --run: only commands that contain this text",
+    )
+    parser.add_argument(
+        "--limit", type=float, default=120.0, help="with --run: seconds of each (default: 120)"
+    )
     options = parser.parse_args()
     if options.run:
         new = changed_since(options.since) if options.since else None
-        chosen = [command for command in commands() if options.only in f"{command.page} {command.text}"]
+        chosen = [
+            command for command in commands() if options.only in f"{command.page} {command.text}"
+        ]
         chosen = [command for command in chosen if new is None or command.text in new]
         return 1 if run_pages(chosen, options.limit) else 0
     failed = 0

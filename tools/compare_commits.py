@@ -3,9 +3,10 @@
 python tools/compare_commits.py main HEAD                                    # the default run, five pairs
 python tools/compare_commits.py v0.1.0 HEAD --pairs 9 -- experiment=quick    # another run
 
-Both commits are checked out into a temporary folder. Each pair runs both, in alternating order, so that a drift of the
-machine hits both alike. The ratio is the geometric mean over pairs of B / A, its interval a bootstrap over pairs.
-"""
+Both commits are checked out into a temporary folder. Each pair runs both, in alternating order, so
+that a drift of the machine hits both alike. The ratio is the geometric mean over pairs of B / A,
+its interval a bootstrap over pairs.
+"""  # noqa: E501
 
 import argparse
 import json
@@ -21,7 +22,11 @@ from pathlib import Path
 from statistics import fmean, median, quantiles
 
 ROOT = Path(__file__).resolve().parents[1]
-METRICS = ("autoregressive/time_per_output_token_ms", "speculative/time_per_output_token_ms", "speedup")
+METRICS = (
+    "autoregressive/time_per_output_token_ms",
+    "speculative/time_per_output_token_ms",
+    "speedup",
+)
 FINGERPRINT = "output/fingerprint"
 RESAMPLES = 2_000
 
@@ -39,7 +44,9 @@ def checkouts(repository: Path, commits: Sequence[str]) -> Iterator[list[Path]]:
     """Check commits out into a temporary folder, and remove them at the end."""
 
     def git(*arguments: str) -> None:
-        subprocess.run(["git", "-C", str(repository), *arguments], check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(
+            ["git", "-C", str(repository), *arguments], check=True, stdout=subprocess.DEVNULL
+        )
 
     with tempfile.TemporaryDirectory() as place:
         folders = [Path(place, f"{number}") for number in range(len(commits))]
@@ -53,7 +60,9 @@ def checkouts(repository: Path, commits: Sequence[str]) -> Iterator[list[Path]]:
 
 
 def measured(folder: Path, overrides: Sequence[str]) -> dict:
-    """Run launch.py of a checkout once, and return its result.json. Raise RuntimeError if it fails."""
+    """Run launch.py of a checkout once, and return its result.json. Raise RuntimeError if it
+    fails.
+    """
     with tempfile.TemporaryDirectory() as runs:
         command = [sys.executable, "launch.py", *overrides, f"runs_dir={runs}", "tracker=[]"]
         environment = {**os.environ, "PYTHONPATH": str(folder)}
@@ -64,7 +73,9 @@ def measured(folder: Path, overrides: Sequence[str]) -> dict:
         return json.loads(results[0].read_text(encoding="utf-8"))
 
 
-def compare(repository: Path, commits: Sequence[str], pairs: int, overrides: Sequence[str]) -> list[list[dict]]:
+def compare(
+    repository: Path, commits: Sequence[str], pairs: int, overrides: Sequence[str]
+) -> list[list[dict]]:
     """Return the results of both commits, pair by pair."""
     found: list[list[dict]] = [[], []]
     with checkouts(repository, commits) as folders:
@@ -76,7 +87,9 @@ def compare(repository: Path, commits: Sequence[str], pairs: int, overrides: Seq
 
 
 def report(found: Sequence[Sequence[dict]], metrics: Sequence[str]) -> Iterator[str]:
-    """Yield a line per metric that all runs have: both medians, the ratio B / A, its interval, and what that shows."""
+    """Yield a line per metric that all runs have: both medians, the ratio B / A, its interval, and
+    what that shows.
+    """
     yield f"{'metric':45}{'A':>10}{'B':>10}{'B / A':>9}   95% interval"
     for metric in metrics:
         before, after = ([result.get(metric) for result in results] for results in found)
@@ -84,18 +97,28 @@ def report(found: Sequence[Sequence[dict]], metrics: Sequence[str]) -> Iterator[
             continue
         ratio, low, high = interval([b / a for a, b in zip(before, after, strict=True)])
         shows = "no difference shown" if low <= 1 <= high else "different"
-        yield f"{metric:45}{median(before):10.4g}{median(after):10.4g}{ratio:9.3f}   {low:.3f} to {high:.3f}: {shows}"
+        yield (
+            f"{metric:45}{median(before):10.4g}{median(after):10.4g}{ratio:9.3f}   {low:.3f} to"
+            f" {high:.3f}: {shows}"
+        )
     outputs = [{result.get(FINGERPRINT) for result in results} for results in found]
-    yield f"output: {'the same tokens' if outputs[0] == outputs[1] else 'OTHER TOKENS: acceptance may differ, too'}"
+    yield (
+        "output:"
+        f" {'the same tokens' if outputs[0] == outputs[1] else 'OTHER TOKENS: acceptance may differ, too'}"  # noqa: E501
+    )
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     """Return what was typed, with the overrides in front of the options or behind them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("a", help="a commit, a branch or a tag")
     parser.add_argument("b")
     parser.add_argument("--pairs", type=int, default=5, help="runs of each commit (5)")
-    parser.add_argument("--metrics", nargs="+", default=METRICS, metavar="KEY", help="of result.json")
+    parser.add_argument(
+        "--metrics", nargs="+", default=METRICS, metavar="KEY", help="of result.json"
+    )
     parser.add_argument("overrides", nargs="*", help="of launch.py, after --")
     return parser.parse_intermixed_args(words)
 

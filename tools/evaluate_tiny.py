@@ -22,7 +22,8 @@ from magicdec.data import stdlib
 TINY = Path(__file__).resolve().parent.parent / "magicdec/models/tiny"
 NUM_WINDOWS = 8  # of the full context, spread evenly over each kind of held-out text
 SHORT_SHARE = 16  # the short context is the full one's 16th part
-CUE, COPIED = 256, 64  # tokens of an early passage that a window's end repeats, and of its continuation
+# Tokens of an early passage that a window's end repeats, and of its continuation.
+CUE, COPIED = 256, 64
 MARKERS = ("<!-- evaluation: written by tools/evaluate_tiny.py -->", "<!-- end of evaluation -->")
 
 
@@ -30,11 +31,16 @@ MARKERS = ("<!-- evaluation: written by tools/evaluate_tiny.py -->", "<!-- end o
 def evaluate(folder: Path, corpus: Corpus, device: str) -> dict[str, dict[str, float]]:
     """Return a checkpoint's held-out loss in nats per token and bits per byte, by kind of text.
 
-    `short` and `full` read the same tokens at a short and at the full context; `last_quarter` is the loss of the last
-    positions of the full context. `copied_in_sight` and `copied_out_of_sight` are the share of tokens continued right
-    where a window ends by repeating its beginning, with that beginning in sight or not: their difference is copying.
+    `short` and `full` read the same tokens at a short and at the full context; `last_quarter` is
+    the loss of the last positions of the full context. `copied_in_sight` and `copied_out_of_sight`
+    are the share of tokens continued right where a window ends by repeating its beginning, with
+    that beginning in sight or not: their difference is copying.
     """
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").to(device).eval()
+    model = (
+        LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+        .to(device)
+        .eval()
+    )
     context = model.config.max_position_embeddings
     results = {}
     for kind, ids in corpus.held_out.items():
@@ -44,30 +50,45 @@ def evaluate(folder: Path, corpus: Corpus, device: str) -> dict[str, dict[str, f
         full = torch.cat([token_losses(model, row[None]) for row in picked])
         short = torch.cat([token_losses(model, row.view(SHORT_SHARE, -1)) for row in picked])
         losses = {"short": short, "full": full, "last_quarter": full[:, -context // 4 :]}
-        nats, nats_per_bit = {name: loss.mean().item() for name, loss in losses.items()}, math.log(2) * bytes_per_token
+        nats, nats_per_bit = (
+            {name: loss.mean().item() for name, loss in losses.items()},
+            math.log(2) * bytes_per_token,
+        )
         results[kind] = {f"{name}_nats_per_token": round(value, 4) for name, value in nats.items()}
-        results[kind] |= {f"{name}_bits_per_byte": round(value / nats_per_bit, 4) for name, value in nats.items()}
+        results[kind] |= {
+            f"{name}_bits_per_byte": round(value / nats_per_bit, 4) for name, value in nats.items()
+        }
         results[kind] |= {"bytes_per_token": round(bytes_per_token, 3), "tokens": picked.numel()}
         again = torch.cat([picked[:, : -CUE - COPIED], picked[:, : CUE + COPIED]], 1)
         results[kind]["copied_in_sight"] = round(share_continued(model, again), 4)
-        results[kind]["copied_out_of_sight"] = round(share_continued(model, again[:, -CUE - COPIED :]), 4)
+        results[kind]["copied_out_of_sight"] = round(
+            share_continued(model, again[:, -CUE - COPIED :]), 4
+        )
     return results
 
 
 def share_continued(model: LlamaForCausalLM, ids: torch.Tensor) -> float:
-    """Return the share of each row's last COPIED tokens that are the most likely ones, given all before them."""
-    logits = torch.cat([model(input_ids=row[None], use_cache=False).logits[:, -COPIED - 1 : -1] for row in ids])
+    """Return the share of each row's last COPIED tokens that are the most likely ones, given all
+    before them.
+    """
+    logits = torch.cat(
+        [model(input_ids=row[None], use_cache=False).logits[:, -COPIED - 1 : -1] for row in ids]
+    )
     return (logits.argmax(-1) == ids[:, -COPIED:]).float().mean().item()
 
 
 def token_losses(model: LlamaForCausalLM, ids: torch.Tensor) -> torch.Tensor:
     """Return the loss of every token but the first: (rows, tokens) to (rows, tokens - 1)."""
     logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
-    return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none").view(len(ids), -1)
+    return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none").view(
+        len(ids), -1
+    )
 
 
 def write_evaluation(names: list[str], corpus: Corpus, out: Path, device: str) -> None:
-    """Measure the models called `names` in the folder `out`; bring evaluation.json and the card there up to date."""
+    """Measure the models called `names` in the folder `out`; bring evaluation.json and the card
+    there up to date.
+    """
     record = read_record(out)
     for name in names:
         print(f"evaluating {name}", flush=True)
@@ -106,8 +127,14 @@ def write_card(record: dict, path: Path) -> None:
 
 
 def card_table(record: dict) -> str:
-    """Return training and held-out loss of both models as Markdown, by the template pages/card.md."""
-    measured = {name: record[name]["held_out"] for name in ("target", "draft") if "held_out" in record.get(name, {})}
+    """Return training and held-out loss of both models as Markdown, by the template
+    pages/card.md.
+    """
+    measured = {
+        name: record[name]["held_out"]
+        for name in ("target", "draft")
+        if "held_out" in record.get(name, {})
+    }
     trained = {name: record[name].get("training", {}) for name in measured}
     text = (Path(__file__).parent / "pages/card.md").read_text(encoding="utf-8")
     card = Template(text, undefined=StrictUndefined, trim_blocks=True)
@@ -116,14 +143,20 @@ def card_table(record: dict) -> str:
 
 def main() -> None:
     """Measure what is in --out."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--text", type=Path, help="folder of books, as for train_tiny.py")
-    parser.add_argument("--models", nargs="+", choices=["target", "draft"], default=["target", "draft"])
+    parser.add_argument(
+        "--models", nargs="+", choices=["target", "draft"], default=["target", "draft"]
+    )
     parser.add_argument("--out", type=Path, default=TINY, help="the folder with both models")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     # The target's folder serves as the work folder: it holds the tokenizer.
-    write_evaluation(args.models, Corpus.load(args.text, args.out / "target"), args.out, args.device)
+    write_evaluation(
+        args.models, Corpus.load(args.text, args.out / "target"), args.out, args.device
+    )
 
 
 if __name__ == "__main__":

@@ -13,17 +13,25 @@ from magicdec.heads import HeadConfig
 from magicdec.models.head import Head
 
 
-def export(head: Head, ids_V: Tensor, target: Path, verifier: str | None, steps: int, out: Path) -> None:
-    """Write the head in the layout of speculators, in bfloat16, each file complete before it takes its name.
+def export(
+    head: Head, ids_V: Tensor, target: Path, verifier: str | None, steps: int, out: Path
+) -> None:
+    """Write the head in the layout of speculators, in bfloat16, each file complete before it takes
+    its name.
 
-    config.json says that it was made for the target in this folder, under the name `verifier`, and for so many steps.
+    config.json says that it was made for the target in this folder, under the name `verifier`, and
+    for so many steps.
     """
     c, layer = head.config, head.layer
     q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     named = dict(zip(("q", "k", "v"), layer.qkv.weight.split((q, kv, kv)), strict=True))
     tensors = {f"layers.0.self_attn.{name}_proj.weight": weight for name, weight in named.items()}
     gate, up = layer.gate_up.weight.chunk(2)
-    tensors |= {"fc.weight": head.fc.weight, "norm.weight": head.norm.weight, "lm_head.weight": head.head.weight}
+    tensors |= {
+        "fc.weight": head.fc.weight,
+        "norm.weight": head.norm.weight,
+        "lm_head.weight": head.head.weight,
+    }
     tensors |= {
         f"layers.0.{name}.weight": weight
         for name, weight in (
@@ -52,12 +60,22 @@ def config_json(c: HeadConfig, target: Path, verifier: str, steps: int) -> dict[
     theirs = json.loads((target / "config.json").read_text())
     layer = {"model_type": "llama", "num_hidden_layers": 1, "hidden_act": "silu"}
     layer |= {"num_attention_heads": c.num_heads, "num_key_value_heads": c.num_kv_heads}
-    alike = ("vocab_size", "hidden_size", "intermediate_size", "head_dim", "max_position_embeddings")
+    alike = (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "head_dim",
+        "max_position_embeddings",
+    )
     layer |= {name: getattr(c, name) for name in (*alike, "rms_norm_eps", "rope_theta")}
     layer |= dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias"), False)
     made_for = {"name_or_path": verifier, "architectures": theirs["architectures"]}
     proposals = [{"proposal_type": "greedy", "speculative_tokens": steps}]
-    proposed = {"algorithm": "eagle3", "default_proposal_method": "greedy", "proposal_methods": proposals}
+    proposed = {
+        "algorithm": "eagle3",
+        "default_proposal_method": "greedy",
+        "proposal_methods": proposals,
+    }
     return {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",

@@ -1,4 +1,5 @@
-"""The data of a head's training: a target that reads text, and the head's own steps over it, with gradients.
+"""The data of a head's training: a target that reads text, and the head's own steps over it, with
+gradients.
 
 B pieces, T tokens, E hidden size, N hidden states of the target side by side, V draft vocabulary.
 """
@@ -41,8 +42,12 @@ class Reader:
 
     @torch.no_grad()
     def read(self, tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """Return hidden states side by side (B, T, N x E), and the last ones normalised (B, T, E)."""
-        cache = KVCache(self.target.config, len(tokens_BT), tokens_BT.shape[1], torch.float32, "cpu")
+        """Return hidden states side by side (B, T, N x E), and the last ones normalised (B, T,
+        E).
+        """
+        cache = KVCache(
+            self.target.config, len(tokens_BT), tokens_BT.shape[1], torch.float32, "cpu"
+        )
         hidden, last = [], []
         for part_BT in tokens_BT.split(CHUNK, dim=1):
             last.append(self.target(part_BT, cache, self.taps))
@@ -62,8 +67,8 @@ class Recorder:
 
 
 def attend(q_BTHD: Tensor, text: tuple[Tensor, Tensor], own: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Return attention over the entries of the text up to each token, and over the head's own entries of later steps,
-    of which each token sees those that were made for it.
+    """Return attention over the entries of the text up to each token, and over the head's own
+    entries of later steps, of which each token sees those that were made for it.
     """
     group, scale = q_BTHD.shape[2] // text[0].shape[2], q_BTHD.shape[-1] ** -0.5
     text_k, text_v = (x.repeat_interleave(group, dim=2) for x in text)
@@ -79,22 +84,32 @@ def attend(q_BTHD: Tensor, text: tuple[Tensor, Tensor], own: list[tuple[Tensor, 
     return out_BTHD
 
 
-def steps(head: Head, hidden_BTN: Tensor, tokens_BT: Tensor, count: int, truncate: int) -> list[Tensor]:
+def steps(
+    head: Head, hidden_BTN: Tensor, tokens_BT: Tensor, count: int, truncate: int
+) -> list[Tensor]:
     """Return the logits (B, T, V) of each step, for as many tokens as there are hidden states.
 
-    `tokens_BT` has the token behind each hidden state, and count - 1 more. A step reads the text's own tokens.
+    `tokens_BT` has the token behind each hidden state, and count - 1 more. A step reads the text's
+    own tokens.
     """
     # the head's own `fused` may take an operator of its own, which gives no gradient
     x_BTE, T, keys = F.linear(hidden_BTN, head.fc.weight), hidden_BTN.shape[1], []
     logits = []
     for step in range(count):
         positions_T = torch.arange(step, step + T)
-        cos, sin = (x[None, :, None] for x in head.angles(*frequencies_on(head.config, x_BTE.device), positions_T))
+        cos, sin = (
+            x[None, :, None]
+            for x in head.angles(*frequencies_on(head.config, x_BTE.device), positions_T)
+        )
         embedded_BTE = F.embedding(tokens_BT[:, step : step + T], head.embed.weight).to(x_BTE.dtype)
         kept: list[tuple[Tensor, Tensor]] = []
-        x_BTE, q_BTHD = head.layer.before_attention(PYTORCH, x_BTE, embedded_BTE, cos, sin, Recorder(kept))
+        x_BTE, q_BTHD = head.layer.before_attention(
+            PYTORCH, x_BTE, embedded_BTE, cos, sin, Recorder(kept)
+        )
         keys += kept
-        x_BTE, mlp_BTE = head.layer.after_attention(PYTORCH, x_BTE, attend(q_BTHD, keys[0], keys[1:]))
+        x_BTE, mlp_BTE = head.layer.after_attention(
+            PYTORCH, x_BTE, attend(q_BTHD, keys[0], keys[1:])
+        )
         x_BTE = x_BTE + mlp_BTE
         logits.append(F.linear(head.norm(x_BTE), head.head.weight))
         if (step + 1) % truncate == 0:
@@ -103,9 +118,12 @@ def steps(head: Head, hidden_BTN: Tensor, tokens_BT: Tensor, count: int, truncat
 
 
 def pieces(x_T: Tensor, start: int, size: int, count: int, extra: int = 0) -> Tensor:
-    """Cut one window, from `start` on, into pieces of `size`, with `extra` tokens each that the next one has, too.
+    """Cut one window, from `start` on, into pieces of `size`, with `extra` tokens each that the
+    next one has, too.
 
     There are as many as leave room for `count` steps.
     """
     number = (len(x_T) - count) // size
-    return torch.stack([x_T[start + i * size : start + (i + 1) * size + extra] for i in range(number)])
+    return torch.stack(
+        [x_T[start + i * size : start + (i + 1) * size + extra] for i in range(number)]
+    )

@@ -1,4 +1,5 @@
-"""Write the generated pages of docs/reference/ from the schema, the comments of conf/ and the parsers.
+"""Write the generated pages of docs/reference/ from the schema, the comments of conf/ and the
+parsers.
 
 python tools/reference.py           # writes configuration.md and cli.md; mkdocstrings makes api.md
 """
@@ -23,7 +24,18 @@ from magicdec.config.schema import CONF, Config
 from magicdec.rules import must
 
 PAGES = Path(__file__).resolve().parents[1] / "docs/reference"
-GROUPS = ("target", "draft", "cache", "hardware", "batch", "data", "sampling", "engine", "scenario", "wandb")
+GROUPS = (
+    "target",
+    "draft",
+    "cache",
+    "hardware",
+    "batch",
+    "data",
+    "sampling",
+    "engine",
+    "scenario",
+    "wandb",
+)
 
 
 class Key(NamedTuple):
@@ -51,7 +63,9 @@ class Setting(NamedTuple):
 
 
 def read_option(file: Path, prefix: str = "") -> Option:
-    """Return a file's top comment and its keys, each with its comment. Keys of nested groups are dotted."""
+    """Return a file's top comment and its keys, each with its comment. Keys of nested groups are
+    dotted.
+    """
     values, about, keys, above = yaml.safe_load(file.read_text()) or {}, "", {}, []
     path: list[str] = []
     for line in file.read_text(encoding="utf-8").splitlines():
@@ -84,7 +98,9 @@ def configuration() -> str:
     """Return the page with every configuration key."""
     classes = get_type_hints(Config)
     chosen = yaml.safe_load((CONF / "config.yaml").read_text())["defaults"]
-    defaults = {group: name for entry in chosen if isinstance(entry, dict) for group, name in entry.items()}
+    defaults = {
+        group: name for entry in chosen if isinstance(entry, dict) for group, name in entry.items()
+    }
     groups = []
     for group in GROUPS:
         options = [read_option(file) for file in sorted((CONF / group).glob("*.yaml"))]
@@ -92,8 +108,16 @@ def configuration() -> str:
         settings = list(_settings(f"{group}.", options, list(_classes(group, classes[group]))))
         groups.append({"name": group, "options": options, "settings": settings})
     top = read_option(CONF / "config.yaml")
-    sweep = {key.removeprefix("sweep."): value for key, value in top.keys.items() if key.startswith("sweep.")}
-    own = {key: value for key, value in top.keys.items() if key in classes and key not in GROUPS and key != "sweep"}
+    sweep = {
+        key.removeprefix("sweep."): value
+        for key, value in top.keys.items()
+        if key.startswith("sweep.")
+    }
+    own = {
+        key: value
+        for key, value in top.keys.items()
+        if key in classes and key not in GROUPS and key != "sweep"
+    }
     return _page(
         "configuration.md",
         groups=groups,
@@ -105,19 +129,27 @@ def configuration() -> str:
 def _page(name: str, **content: Any) -> str:
     """Return a page, by its template in tools/pages."""
     text = (Path(__file__).parent / "pages" / name).read_text(encoding="utf-8")
-    return Template(text, undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True).render(content)
+    return Template(
+        text, undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True
+    ).render(content)
 
 
 def _classes(group: str, general: type) -> Iterator[type]:
     """Yield the dataclasses that hold a group's keys."""
     yield from get_args(general) or (general,)
-    registry: Any = {"cache": POLICIES, "draft": DRAFTS, "engine": ENGINES, "data": CORPORA}.get(group, {})
+    registry: Any = {"cache": POLICIES, "draft": DRAFTS, "engine": ENGINES, "data": CORPORA}.get(
+        group, {}
+    )
     yield from dict.fromkeys(keys_of(registry, name) for name in sorted(registry))
 
 
 def _settings(prefix: str, options: list[Option], classes: list[type]) -> Iterator[Setting]:
-    """Yield keys with defaults, valid values and meaning; keys without a YAML entry are not settings."""
-    entries = {entry.name: (holder, entry) for holder in reversed(classes) for entry in fields(holder)}
+    """Yield keys with defaults, valid values and meaning; keys without a YAML entry are not
+    settings.
+    """
+    entries = {
+        entry.name: (holder, entry) for holder in reversed(classes) for entry in fields(holder)
+    }
     for name, (holder, entry) in sorted(entries.items(), key=lambda item: _place(item[0], options)):
         hint = get_type_hints(holder)[name]
         inner = _dataclass_in(hint)
@@ -128,17 +160,26 @@ def _settings(prefix: str, options: list[Option], classes: list[type]) -> Iterat
             given = {option: key._replace(value="…") for option, key in given.items()}
         comments = [key.comment for key in given.values() if key.comment]
         valid = _valid(get_type_hints(holder, include_extras=True)[name], entry)
-        yield Setting(f"{prefix}{name}", _default(given, entry), _escape(valid), _escape("".join(comments[:1])))
+        yield Setting(
+            f"{prefix}{name}",
+            _default(given, entry),
+            _escape(valid),
+            _escape("".join(comments[:1])),
+        )
         for one in fields(inner) if inner and name in ("efficiency", "architecture") else ():
             yield _inner(f"{prefix}{name}.", inner, one)
 
 
 def _inner(prefix: str, holder: type, entry: Any) -> Setting:
     """Return a key whose comment is in the source of its dataclass."""
-    line = re.search(rf"^ +{entry.name}: .*?(?:  # (.*))?$", inspect.getsource(holder), re.MULTILINE)
+    line = re.search(
+        rf"^ +{entry.name}: .*?(?:  # (.*))?$", inspect.getsource(holder), re.MULTILINE
+    )
     valid = _valid(get_type_hints(holder, include_extras=True)[entry.name], entry)
     default = "" if entry.default is MISSING else f"`{_yaml(entry.default)}`"
-    return Setting(f"{prefix}{entry.name}", default, _escape(valid), _escape((line and line[1]) or ""))
+    return Setting(
+        f"{prefix}{entry.name}", default, _escape(valid), _escape((line and line[1]) or "")
+    )
 
 
 def _place(name: str, options: list[Option]) -> tuple[int, int]:
@@ -150,7 +191,9 @@ def _place(name: str, options: list[Option]) -> tuple[int, int]:
 
 
 def _dataclass_in(hint: Any) -> Any:
-    return next((kind for kind in (hint, *getattr(hint, "__args__", ())) if is_dataclass(kind)), None)
+    return next(
+        (kind for kind in (hint, *getattr(hint, "__args__", ())) if is_dataclass(kind)), None
+    )
 
 
 def _default(given: dict[str, Key], entry: Any) -> str:
@@ -164,7 +207,9 @@ def _default(given: dict[str, Key], entry: Any) -> str:
         return f"`{next(iter(by_value))}`"
     if len(by_value) > 4:
         return "by option"
-    return ", ".join(f"`{value}` ({', '.join(names)})" for value, names in by_value.items()) or _yaml(entry.default)
+    return ", ".join(
+        f"`{value}` ({', '.join(names)})" for value, names in by_value.items()
+    ) or _yaml(entry.default)
 
 
 def _yaml(value: Any) -> str:
@@ -197,7 +242,13 @@ def _valid(hint: Any, entry: Any = None) -> str:
         return f"list, each {each}" if each.startswith("a ") else f"list of {each}"
     if args:
         return " or ".join(map(_valid, args))
-    words = {str: "text", int: "whole number", float: "number", bool: "true or false", type(None): "null"}
+    words = {
+        str: "text",
+        int: "whole number",
+        float: "number",
+        bool: "true or false",
+        type(None): "null",
+    }
     return words.get(hint, "the keys below" if is_dataclass(hint) else str(hint))
 
 
@@ -233,7 +284,7 @@ def commands() -> str:
         for action in parser._actions[1:]:  # without --help
             name = ", ".join(action.option_strings) or action.metavar or action.dest
             if action.option_strings and action.nargs != 0:
-                name += f" {action.metavar or ('|'.join(action.choices) if action.choices else action.dest.upper())}"
+                name += f" {action.metavar or ('|'.join(action.choices) if action.choices else action.dest.upper())}"  # noqa: E501
             arguments.append({"name": _escape(str(name)), "meaning": _escape(action.help or "")})
         about = " ".join((parser.description or "").split())
         found.append({"name": command, "about": about, "arguments": arguments})

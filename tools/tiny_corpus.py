@@ -16,7 +16,9 @@ CODE_SHARE = 0.55  # of what is trained on; the rest is books
 
 @dataclass
 class Corpus:
-    """Token ids of both splits by kind of text, documents in seeded order with an end-of-text token after each."""
+    """Token ids of both splits by kind of text, documents in seeded order with an end-of-text token
+    after each.
+    """
 
     tokenizer: Tokenizer
     train: dict[str, np.ndarray]
@@ -25,22 +27,39 @@ class Corpus:
 
     @classmethod
     def load(cls, books_folder: Path | None, work: Path) -> "Corpus":
-        """Read all text; train the tokenizer on the training split, or take the one in the work folder."""
-        train = {"stdlib": stdlib.documents(held_out=False), "books": books(books_folder, held_out=False)}
-        held_out = {"stdlib": stdlib.documents(held_out=True), "books": books(books_folder, held_out=True)}
+        """Read all text; train the tokenizer on the training split, or take the one in the work
+        folder.
+        """
+        train = {
+            "stdlib": stdlib.documents(held_out=False),
+            "books": books(books_folder, held_out=False),
+        }
+        held_out = {
+            "stdlib": stdlib.documents(held_out=True),
+            "books": books(books_folder, held_out=True),
+        }
         path = work / "tokenizer.json"
         if not path.exists():
-            train_tokenizer([text for split in train.values() for text in split.values()]).save(str(path))
+            train_tokenizer([text for split in train.values() for text in split.values()]).save(
+                str(path)
+            )
         tokenizer = Tokenizer.from_file(str(path))
         return cls(
             tokenizer,
             {kind: encode(tokenizer, split) for kind, split in train.items() if split},
             {kind: encode(tokenizer, split) for kind, split in held_out.items() if split},
-            {kind: sum(len(text.encode()) for text in split.values()) for kind, split in held_out.items()},
+            {
+                kind: sum(len(text.encode()) for text in split.values())
+                for kind, split in held_out.items()
+            },
         )
 
-    def training_window(self, generator: np.random.Generator, is_code: bool, size: int) -> np.ndarray:
-        """Return a random window of source code or of books, or of code where there are no books."""
+    def training_window(
+        self, generator: np.random.Generator, is_code: bool, size: int
+    ) -> np.ndarray:
+        """Return a random window of source code or of books, or of code where there are no
+        books.
+        """
         ids = self.train["stdlib" if is_code or "books" not in self.train else "books"]
         start = generator.integers(len(ids) - size)
         return ids[start : start + size]
@@ -50,17 +69,23 @@ def books(folder: Path | None, *, held_out: bool) -> dict[str, str]:
     """Return the books of a folder (*.txt) that are held out by name, or all the others."""
     if folder is None:
         return {}
-    paths = [path for path in sorted(folder.rglob("*.txt")) if (path.stem in HELD_OUT_BOOKS) == held_out]
+    paths = [
+        path for path in sorted(folder.rglob("*.txt")) if (path.stem in HELD_OUT_BOOKS) == held_out
+    ]
     return {path.stem: path.read_text(encoding="utf-8") for path in paths}
 
 
 def train_tokenizer(texts: list[str]) -> Tokenizer:
-    """Return a byte-level BPE tokenizer: it can write any text, and its first token ends a document."""
+    """Return a byte-level BPE tokenizer: it can write any text, and its first token ends a
+    document.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=VOCAB_SIZE, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet)
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet
+    )
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
 

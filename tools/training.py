@@ -1,4 +1,6 @@
-"""The common parts of training the bundled pair and draft heads: optimisers and their rates, the clock, checkpoints."""
+"""The common parts of training the bundled pair and draft heads: optimisers and their rates, the
+clock, checkpoints.
+"""
 
 import argparse
 import os
@@ -18,10 +20,12 @@ class Trainer:
     Hidden matrices are trained with Muon (Jordan et al. 2024), everything else with AdamW.
     """
 
-    warmup: ClassVar[float]  # shares of the budget: the learning rate rises, is constant, and falls to its final value
+    # Shares of the budget: the learning rate rises, is constant, and falls to its final value.
+    warmup: ClassVar[float]
     decay_from: ClassVar[float]
     final_rate: ClassVar[float]  # a share of the peak
-    kept: ClassVar[tuple[str, ...]] = ("steps", "tokens", "seconds")  # attributes that a checkpoint holds
+    # Attributes that a checkpoint holds.
+    kept: ClassVar[tuple[str, ...]] = ("steps", "tokens", "seconds")
 
     def __init__(
         self,
@@ -82,7 +86,9 @@ class Trainer:
 
     def restore(self) -> None:
         """Resume from the checkpoint in the work folder."""
-        state = torch.load(self.checkpoint, map_location=next(self.model.parameters()).device, weights_only=True)
+        state = torch.load(
+            self.checkpoint, map_location=next(self.model.parameters()).device, weights_only=True
+        )
         self.model.load_state_dict(state["model"])
         for optimiser, known in zip(self.optimisers, state["optimisers"], strict=True):
             optimiser.load_state_dict(known)
@@ -92,13 +98,35 @@ class Trainer:
 
 def parser(description: str | None, work: str, save_every: float) -> argparse.ArgumentParser:
     """Return a command line with the arguments that every training has."""
-    found = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = found.add_argument
-    add("--text", type=Path, help="folder of books (*.txt, UTF-8) to train on, next to the standard library's source")
-    add("--work", type=Path, default=Path(work), help="folder for what --resume needs (%(default)s)")
+    add(
+        "--text",
+        type=Path,
+        help="folder of books (*.txt, UTF-8) to train on, next to the standard library's source",
+    )
+    add(
+        "--work", type=Path, default=Path(work), help="folder for what --resume needs (%(default)s)"
+    )
     add("--resume", action="store_true", help="continue from the work folder")
-    add("--log-every", type=float, default=30.0, metavar="SECONDS", help="how often to log (%(default)g)")
-    add("--save-every", type=float, default=save_every, metavar="MINUTES", help="how often to save (%(default)g)")
-    add("--lr-share", type=float, default=1.0, help="of the usual peak learning rates (%(default)g)")
+    add(
+        "--log-every",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="how often to log (%(default)g)",
+    )
+    add(
+        "--save-every",
+        type=float,
+        default=save_every,
+        metavar="MINUTES",
+        help="how often to save (%(default)g)",
+    )
+    add(
+        "--lr-share", type=float, default=1.0, help="of the usual peak learning rates (%(default)g)"
+    )
     add("--seed", type=int, default=0, help="of the initial weights")
     return found

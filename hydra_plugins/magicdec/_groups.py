@@ -1,7 +1,8 @@
-"""Groups of the jobs of a sweep that share weights and prefilled prompts, and how other launchers run them.
+"""Groups of the jobs of a sweep that share weights and prefilled prompts, and how other launchers
+run them.
 
-The default launcher gives a group a process. Joblib, Ray and submitit start tasks elsewhere: here, a task is a whole
-group, whose jobs run one after another in the task's process.
+The default launcher gives a group a process. Joblib, Ray and submitit start tasks elsewhere: here,
+a task is a whole group, whose jobs run one after another in the task's process.
 """
 
 import math
@@ -21,7 +22,7 @@ from magicdec.errors import to_stderr
 from magicdec.tracking.store import counted
 
 # Overrides of what each job builds for itself from what its group keeps.
-BUILT_ANEW = r"(\+|~)*(draft|target@draft\.model|cache|sampling|scenario\.(repeats|profile_repeats)|wandb|sweep)\b"
+BUILT_ANEW = r"(\+|~)*(draft|target@draft\.model|cache|sampling|scenario\.(repeats|profile_repeats)|wandb|sweep)\b"  # noqa: E501
 
 
 @dataclass
@@ -38,7 +39,9 @@ class SweepJob:
 
 
 class Titles:
-    """The line that announces each job: its number in the order of the sweep, what differs, and the minutes left."""
+    """The line that announces each job: its number in the order of the sweep, what differs, and the
+    minutes left.
+    """
 
     def __init__(self, overrides: Sequence[Sequence[str]]):
         self.total, self.begun = len(overrides), 0
@@ -52,11 +55,16 @@ class Titles:
         own = " ".join(text for text in job.overrides if text not in self.common)
         own = f"repeat {job.turn}: {own}" if job.turn else own
         minutes = left / at_once * fmean(self.seconds) / 60 if self.seconds else 0
-        return f"[{self.begun}/{self.total}] {own}{f', about {minutes:.0f} min left' if minutes >= 1 else ''}"
+        return (
+            f"[{self.begun}/{self.total}]"
+            f" {own}{f', about {minutes:.0f} min left' if minutes >= 1 else ''}"
+        )
 
 
 def group_of(number: int, overrides: Sequence[str], config: DictConfig) -> Hashable:
-    """Return what the jobs that share a process have in common; the job's own number if it shares nothing."""
+    """Return what the jobs that share a process have in common; the job's own number if it shares
+    nothing.
+    """
     if config.sweep.share == "none" or config.engine.name != "native":
         return number
     return frozenset(text for text in overrides if not re.match(BUILT_ANEW, text))
@@ -64,7 +72,9 @@ def group_of(number: int, overrides: Sequence[str], config: DictConfig) -> Hasha
 
 @dataclass(frozen=True)
 class GroupTask:
-    """The task of a launcher, whose jobs are groups: run every job of the group whose number Hydra gives it."""
+    """The task of a launcher, whose jobs are groups: run every job of the group whose number Hydra
+    gives it.
+    """
 
     groups: Sequence[Sequence[SweepJob]]
     context: HydraContext
@@ -76,7 +86,8 @@ class GroupTask:
         try:
             return [self._run(member) for member in self.groups[HydraConfig.get().job.num]]
         finally:
-            from magicdec.planning.shared import SHARED  # here, because every command imports this module
+            # Here, because every command imports this module.
+            from magicdec.planning.shared import SHARED
 
             SHARED.begin("none")  # the process may live on, next to that of the next group
 
@@ -94,18 +105,32 @@ class GroupLauncher(Launcher):
     def __init__(self, inner: Launcher):
         self.inner = inner
 
-    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+    def setup(
+        self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
+    ) -> None:
         """Take the sweep's configuration."""
-        self.given: dict[str, Any] = {"context": hydra_context, "task": task_function, "config": config}
+        self.given: dict[str, Any] = {
+            "context": hydra_context,
+            "task": task_function,
+            "config": config,
+        }
 
-    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+    def launch(
+        self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
+    ) -> Sequence[JobReturn]:
         """Run all jobs; return their results in order."""
         config = self.given["config"]
-        members = [SweepJob(number, overrides) for number, overrides in enumerate(job_overrides, initial_job_idx)]
+        members = [
+            SweepJob(number, overrides)
+            for number, overrides in enumerate(job_overrides, initial_job_idx)
+        ]
         groups = grouped(members, config)
         if len(groups) < len(members):
             name = config.hydra.runtime.choices["hydra/launcher"]
-            tasks = f"{len(members)} jobs in {counted(len(groups), 'task')} of jobs that share a prefill"
+            tasks = (
+                f"{len(members)} jobs in {counted(len(groups), 'task')} of jobs that share a"
+                " prefill"
+            )
             to_stderr(f"hydra/launcher={name}: {tasks} (sweep.jobs_per_task=N divides them)")
         task = GroupTask(groups, **self.given)
         self.inner.setup(hydra_context=task.context, task_function=task, config=config)
@@ -119,9 +144,15 @@ class GroupLauncher(Launcher):
 
 
 def grouped(members: Sequence[SweepJob], config: DictConfig) -> list[list[SweepJob]]:
-    """Return the groups in the order of their first jobs, in parts of at most sweep.jobs_per_task."""
+    """Return the groups in the order of their first jobs, in parts of at most
+    sweep.jobs_per_task.
+    """
     groups: dict[Hashable, list[SweepJob]] = {}
     for member in members:
         groups.setdefault(group_of(member.number, member.overrides, config), []).append(member)
     size = config.sweep.jobs_per_task or len(members)
-    return [group[first : first + size] for group in groups.values() for first in range(0, len(group), size)]
+    return [
+        group[first : first + size]
+        for group in groups.values()
+        for first in range(0, len(group), size)
+    ]

@@ -1,14 +1,16 @@
 """The default launcher of sweeps: processes that run one job after another.
 
-Jobs that agree in everything but their draft, its cache and the sampling form a group. A group has a process of its
-own, in which loaded weights and prefilled prompts are kept from job to job (planning/shared.py). A job that dies, even
-by a signal, is one failed run: its process is replaced, and the sweep goes on. As many processes run at once as there
-are visible GPUs, each with its own; without a GPU there is one. A job whose run is being done by another sweep goes to
-the end of the queue.
+Jobs that agree in everything but their draft, its cache and the sampling form a group. A group has
+a process of its own, in which loaded weights and prefilled prompts are kept from job to job
+(planning/shared.py). A job that dies, even by a signal, is one failed run: its process is replaced,
+and the sweep goes on. As many processes run at once as there are visible GPUs, each with its own;
+without a GPU there is one. A job whose run is being done by another sweep goes to the end of the
+queue.
 
-Importing PyTorch and other libraries takes longer than a small job. On Linux a server process imports them once, and
-the others are forked from it before it has used a GPU or a thread; on other systems each imports its own. A server that
-dies is replaced, and the processes that it has started go on.
+Importing PyTorch and other libraries takes longer than a small job. On Linux a server process
+imports them once, and the others are forked from it before it has used a GPU or a thread; on other
+systems each imports its own. A server that dies is replaced, and the processes that it has started
+go on.
 """
 
 import gc
@@ -44,11 +46,20 @@ REAP_S = 0.5  # after its pipes have closed, a process that was killed still exi
 LOST = 255  # what multiprocessing takes for the exit code of a process whose fork server has died
 JobsAtOnce = Annotated[Count | None, must("must be at least 1, or null")]
 # Overrides of Hydra's that concern the sweep as a whole, not its jobs.
-OF_THE_SWEEP = ("hydra.mode=", "hydra/launcher", "hydra.launcher", "hydra/sweeper", "hydra.sweeper", "hydra.sweep.")
+OF_THE_SWEEP = (
+    "hydra.mode=",
+    "hydra/launcher",
+    "hydra.launcher",
+    "hydra/sweeper",
+    "hydra.sweeper",
+    "hydra.sweep.",
+)
 
 
 class JobResult(JobReturn):
-    """A job's result. The failure of one has been printed: Hydra's class would print one more line about it."""
+    """A job's result. The failure of one has been printed: Hydra's class would print one more line
+    about it.
+    """
 
     @property
     def return_value(self) -> Any:
@@ -82,10 +93,14 @@ class Worker:
 
     def has_ended(self) -> bool:
         """Return whether the job, or the whole process, has ended."""
-        return self.job is not None and (self.pipe.poll() or self.process.exitcode not in (None, LOST))
+        return self.job is not None and (
+            self.pipe.poll() or self.process.exitcode not in (None, LOST)
+        )
 
     def code(self) -> int:
-        """Return the exit code of the job that has ended; of a process that died, -N for signal N, or LOST."""
+        """Return the exit code of the job that has ended; of a process that died, -N for signal N,
+        or LOST.
+        """
         self.job = None
         try:
             return self.pipe.recv()
@@ -108,12 +123,18 @@ class ProcessLauncher(Launcher):
         parse(JobsAtOnce, jobs, "hydra.launcher.jobs")  # type: ignore[arg-type]
         self.limit = jobs or len(visible_gpus()) or 1
 
-    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+    def setup(
+        self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
+    ) -> None:
         """Take the sweep's configuration; jobs compose their own."""
         self.config = config
 
-    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """Run all jobs. Return their results in order, without jobs that sweep.fail_fast has kept from starting."""
+    def launch(
+        self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
+    ) -> Sequence[JobReturn]:
+        """Run all jobs. Return their results in order, without jobs that sweep.fail_fast has kept
+        from starting.
+        """
         from magicdec.scenarios import imports  # here, because every command imports this module
 
         waiting = deque(
@@ -121,12 +142,17 @@ class ProcessLauncher(Launcher):
             for turn in self._turns()
             for i, overrides in enumerate(job_overrides)
         )
-        self.groups = {job.number: group_of(job.number, job.overrides, self.config) for job in waiting}
+        self.groups = {
+            job.number: group_of(job.number, job.overrides, self.config) for job in waiting
+        }
         self.titles = Titles([job.overrides for job in waiting])
         workers: list[Worker] = []
         results: dict[int, JobReturn] = {}
-        if START == "forkserver":  # what the first job needs; a job of another kind imports the rest itself
-            multiprocessing.set_forkserver_preload(["magicdec.cli", *imports(self.config.scenario.name, self.config)])
+        # What the first job needs; a job of another kind imports the rest itself.
+        if START == "forkserver":
+            multiprocessing.set_forkserver_preload(
+                ["magicdec.cli", *imports(self.config.scenario.name, self.config)]
+            )
         try:
             while waiting or workers:
                 self._start_jobs(waiting, workers)
@@ -135,7 +161,8 @@ class ProcessLauncher(Launcher):
                     job, code = worker.job, worker.code()
                     if code == LOST:
                         code = lost_code(job, worker.process.pid, self.config)
-                    if code:  # what the job has left in its process may be the reason why the next one fails
+                    # What the job has left in its process may be the reason why the next one fails.
+                    if code:
                         workers.remove(worker)
                         worker.close()
                     if code == BUSY:
@@ -155,14 +182,18 @@ class ProcessLauncher(Launcher):
         return [results[number] for number in sorted(results)]
 
     def _turns(self) -> Sequence[int]:
-        """Return the turns of each job: as many as repeats where jobs that share a prefill take turns."""
+        """Return the turns of each job: as many as repeats where jobs that share a prefill take
+        turns.
+        """
         if not self.config.sweep.get("turns") or self.config.sweep.dry_run:
             return (0,)
         repeats = self.config.scenario.get("repeats")
         return range(1, repeats + 1) if isinstance(repeats, int) else (0,)
 
     def _of_turn(self, turn: int) -> list[str]:
-        """Return the overrides of a turn: so many repeats in all; trackers hear of the last one, which is complete."""
+        """Return the overrides of a turn: so many repeats in all; trackers hear of the last one,
+        which is complete.
+        """
         if not turn:
             return []
         is_last = turn == self.config.scenario.repeats
@@ -181,7 +212,9 @@ class ProcessLauncher(Launcher):
                 worker.close()
         while len(workers) < self.limit:
             taken = {worker.group for worker in workers}
-            job = self._due(waiting, lambda group: group not in taken) or self._due(waiting, lambda _: True)  # noqa: B023
+            job = self._due(waiting, lambda group: group not in taken) or self._due(  # noqa: B023
+                waiting, lambda _: True
+            )  # noqa: B023, RUF100
             if job is None:
                 return
             workers.append(Worker(self.groups[job.number]))
@@ -190,7 +223,10 @@ class ProcessLauncher(Launcher):
     def _due(self, waiting: deque[SweepJob], suits: Callable[[Hashable], bool]) -> SweepJob | None:
         """Take the first job of a suitable group that need not wait any longer."""
         now = time.monotonic()
-        job = next((job for job in waiting if job.not_before <= now and suits(self.groups[job.number])), None)
+        job = next(
+            (job for job in waiting if job.not_before <= now and suits(self.groups[job.number])),
+            None,
+        )
         if job is not None:
             waiting.remove(job)
         return job
@@ -203,45 +239,63 @@ class ProcessLauncher(Launcher):
         worker.begin(job, [*command(job, self.config.hydra), *self._of_turn(job.turn)], env)
 
     def _result(self, job: SweepJob, code: int, pid: int) -> JobReturn:
-        """Return what Hydra asks of a job that has ended with this exit code; report one that was killed."""
+        """Return what Hydra asks of a job that has ended with this exit code; report one that was
+        killed.
+        """
         sweep_dir = Path(self.config.hydra.sweep.dir)
         attempt_id = attempt_of(sweep_dir, job.number)
         if code == INTERRUPTED:
             raise KeyboardInterrupt
         if code < 0:
-            _mark_crashed(job, attempt_id, pid, f"killed by {signal.Signals(-code).name}", self.config)
+            _mark_crashed(
+                job, attempt_id, pid, f"killed by {signal.Signals(-code).name}", self.config
+            )
             if self.config.sweep.fail_fast:
                 stop(sweep_dir, code=1)
         if code:
             failure = JobFailed(max(code, 1))
-            return JobResult(overrides=job.overrides, status=JobStatus.FAILED, _return_value=failure)
+            return JobResult(
+                overrides=job.overrides, status=JobStatus.FAILED, _return_value=failure
+            )
         stored = read_result(Path(self.config.runs_dir, attempt_id)) if attempt_id else {}
         objective = stored.get(self.config.sweep.objective)
-        return JobResult(overrides=job.overrides, status=JobStatus.COMPLETED, _return_value=objective)
+        return JobResult(
+            overrides=job.overrides, status=JobStatus.COMPLETED, _return_value=objective
+        )
 
 
 def command(job: SweepJob, hydra: DictConfig) -> list[str]:
     """Return the command of the sweep with one job's overrides in place of the grid."""
     own = [text for text in hydra.overrides.hydra if not text.startswith(OF_THE_SWEEP)]
     paths = {"main": "--config-path", "command-line": "--config-dir"}
-    places = [(paths[s.provider], s.path) for s in hydra.runtime.config_sources if s.provider in paths]
+    places = [
+        (paths[s.provider], s.path) for s in hydra.runtime.config_sources if s.provider in paths
+    ]
     flags = [f"--config-name={hydra.job.config_name}", *(f"{flag}={path}" for flag, path in places)]
     return [sys.argv[0], *flags, *job.overrides, *own]
 
 
 def lost_code(job: SweepJob, pid: int, config: DictConfig) -> int:
-    """Return the exit code of a job that has ended without its fork server, judged by the files that it has left."""
+    """Return the exit code of a job that has ended without its fork server, judged by the files
+    that it has left.
+    """
     sweep_dir = Path(config.hydra.sweep.dir)
     if not any(line.get("job") == job.number for line in jobs(sweep_dir)):
         return BUSY  # it has begun nothing, or waits for another process: start it once more
     attempt_id = attempt_of(sweep_dir, job.number)
-    status = read_result(Path(config.runs_dir, attempt_id)).get("status") if attempt_id else "failed"
+    status = (
+        read_result(Path(config.runs_dir, attempt_id)).get("status") if attempt_id else "failed"
+    )
     if status == "running":
-        _mark_crashed(job, attempt_id, pid, "ended without an exit code, as its fork server did", config)
+        _mark_crashed(
+            job, attempt_id, pid, "ended without an exit code, as its fork server did", config
+        )
     return 0 if status == "done" else 1
 
 
-def _mark_crashed(job: SweepJob, attempt_id: str | None, pid: int, reason: str, config: DictConfig) -> None:
+def _mark_crashed(
+    job: SweepJob, attempt_id: str | None, pid: int, reason: str, config: DictConfig
+) -> None:
     to_stderr(f"error: {job}: {reason}")
     if attempt_id is not None:
         Run.mark_crashed(config.runs_dir, attempt_id, pid, reason)
@@ -266,7 +320,9 @@ def _started(start: str, pipe: Connection) -> BaseProcess:
 
 
 def _work(pipe: Connection) -> None:
-    """Run jobs, each a command line, until there are no more or one fails; answer each with its exit code."""
+    """Run jobs, each a command line, until there are no more or one fails; answer each with its
+    exit code.
+    """
     from magicdec.cli import main
     from magicdec.scenarios.ranks import follow_parent
 
@@ -274,7 +330,8 @@ def _work(pipe: Connection) -> None:
     gc.freeze()  # what was imported stays: collecting between jobs need not look at it
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which the server ignores
     code = 0
-    with suppress(EOFError, ConnectionError, KeyboardInterrupt):  # at the pipe's end, or while there is no job
+    # At the pipe's end, or while there is no job.
+    with suppress(EOFError, ConnectionError, KeyboardInterrupt):
         while not code:
             sys.argv[:], env = pipe.recv()
             os.environ.update(env)
@@ -283,7 +340,9 @@ def _work(pipe: Connection) -> None:
 
 
 def _stop(workers: list[Worker]) -> None:
-    """Interrupt the jobs that are left, which then mark their runs as interrupted; kill those that do not end."""
+    """Interrupt the jobs that are left, which then mark their runs as interrupted; kill those that
+    do not end.
+    """
     for worker in workers:
         with suppress(ProcessLookupError):
             os.kill(worker.process.pid, signal.SIGINT)

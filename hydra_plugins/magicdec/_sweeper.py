@@ -1,4 +1,6 @@
-"""The sweeper of grids, which gives launchers the groups of jobs that share a prefill, and its registration."""
+"""The sweeper of grids, which gives launchers the groups of jobs that share a prefill, and its
+registration.
+"""
 
 import math
 from collections.abc import Iterable
@@ -15,8 +17,8 @@ from hydra_plugins.magicdec._groups import GroupLauncher
 from hydra_plugins.magicdec._launcher import ProcessLauncher
 from magicdec.errors import UserError, to_stderr
 
-# Hydra 1.3 runs the modules of its own plugins when it looks for plugins, even those that were imported. Import them
-# afterwards: otherwise there are two classes of each name.
+# Hydra 1.3 runs the modules of its own plugins when it looks for plugins, even those that were
+# imported. Import them afterwards: otherwise there are two classes of each name.
 Plugins.instance()
 from hydra._internal.core_plugins.basic_launcher import BasicLauncher  # noqa: E402
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper  # noqa: E402
@@ -36,14 +38,18 @@ class GridSweeper(BasicSweeper):
     """hydra/sweeper=magicdec: a job for every combination of values."""
 
     def setup(self, **given: Any) -> None:
-        """Take the sweep's configuration, and its launcher with the groups of jobs that share a prefill."""
+        """Take the sweep's configuration, and its launcher with the groups of jobs that share a
+        prefill.
+        """
         super().setup(**given)
         assert self.launcher is not None
         self.launcher = with_groups(self.launcher, **given)
 
     @staticmethod
     @override
-    def split_arguments(overrides: list[Override], max_batch_size: int | None) -> list[list[list[str]]]:
+    def split_arguments(
+        overrides: list[Override], max_batch_size: int | None
+    ) -> list[list[list[str]]]:
         """Return the jobs. Raise UserError for a grid of more than MOST_JOBS."""
         axes = [axis for axis in overrides if axis.is_discrete_sweep()]
         sizes = {axis.get_key_element(): _size(axis) for axis in axes}

@@ -10,8 +10,11 @@ from magicdec.errors import UserError
 DEVICES = {"cpu": "CPUs", "cuda": "NVIDIA GPUs"}
 
 
-def choose(name: str, device: torch.device, dtype: torch.dtype, head_dims: Iterable[int]) -> tuple[str, str]:
-    """Return a backend's name and the reason for it, which also says why better ones cannot be used.
+def choose(
+    name: str, device: torch.device, dtype: torch.dtype, head_dims: Iterable[int]
+) -> tuple[str, str]:
+    """Return a backend's name and the reason for it, which also says why better ones cannot be
+    used.
 
     Raise UserError if `name` is not auto and cannot be used here.
     """
@@ -33,7 +36,9 @@ def choose(name: str, device: torch.device, dtype: torch.dtype, head_dims: Itera
 
 
 def _best_first(device: torch.device) -> list[str]:
-    """Return the backends that attention=auto may take on a device, the best first. The last one works everywhere."""
+    """Return the backends that attention=auto may take on a device, the best first. The last one
+    works everywhere.
+    """
     names = list(BACKENDS) if device.type == "cuda" else BACKENDS.within("magicdec.attention")
     facts = [BACKENDS[name].facts for name in names]
     own = [one for one in facts if one.priority is not None and one.device in (None, device.type)]
@@ -46,8 +51,12 @@ def usable(device: torch.device, dtype: torch.dtype, head_dims: Iterable[int]) -
     return [name for name in BACKENDS if obstacle(name, device, dtype, head_dims) is None]
 
 
-def obstacle(name: str, device: torch.device, dtype: torch.dtype, head_dims: Iterable[int]) -> str | None:
-    """Return why a backend cannot be used here, as the words that follow its name in a sentence; None if it can."""
+def obstacle(
+    name: str, device: torch.device, dtype: torch.dtype, head_dims: Iterable[int]
+) -> str | None:
+    """Return why a backend cannot be used here, as the words that follow its name in a sentence;
+    None if it can.
+    """
     chosen = BACKENDS[name]
     if chosen.facts.device not in (None, device.type):
         return f"is for {DEVICES[str(chosen.facts.device)]}, not for {device.type}"

@@ -1,10 +1,11 @@
-"""The one interface of attention over a KV cache. To add a backend, subclass Attention (docs/attention.md).
+"""The one interface of attention over a KV cache. To add a backend, subclass Attention
+(docs/attention.md).
 
-B rows, T query tokens, S cached tokens, H query heads, K KV heads, J = H / K heads that share a KV head, D head dim,
-P pages, N selected slots.
+B rows, T query tokens, S cached tokens, H query heads, K KV heads, J = H / K heads that share a KV
+head, D head dim, P pages, N selected slots.
 
-A backend is used in two steps because what depends on lengths alone is the same for every layer: `plan` once per
-forward pass, `attend` once per layer.
+A backend is used in two steps because what depends on lengths alone is the same for every layer:
+`plan` once per forward pass, `attend` once per layer.
 """
 
 from abc import ABC, abstractmethod
@@ -21,7 +22,9 @@ AttentionPlan = TypeVar("AttentionPlan")
 
 @dataclass(frozen=True)
 class Shape:
-    """The static facts of a forward pass: T new tokens, S cache slots, J query heads per KV head, and the dtype."""
+    """The static facts of a forward pass: T new tokens, S cache slots, J query heads per KV head,
+    and the dtype.
+    """
 
     num_new: int
     capacity: int
@@ -30,84 +33,120 @@ class Shape:
 
 
 class Attention(ABC, Generic[AttentionPlan]):
-    """Attention of T new tokens over a cache whose last T valid entries are these tokens themselves."""
+    """Attention of T new tokens over a cache whose last T valid entries are these tokens
+    themselves.
+    """
 
     @classmethod
     def obstacle(cls, dtype: torch.dtype, head_dim: int) -> str | None:
-        """Return why it cannot be used, as the words that follow its name in a sentence; None if it can."""
+        """Return why it cannot be used, as the words that follow its name in a sentence; None if it
+        can.
+        """
         return None
 
     @classmethod
     def found(cls) -> str:
-        """Return which version of its library was found, and why not a better one; empty without a library."""
+        """Return which version of its library was found, and why not a better one; empty without a
+        library.
+        """
         return ""
 
     def scores_at_once(self, dtype: torch.dtype, head_dim: int) -> int:
-        """Return how many scores of a query and a slot a scoring pass may hold, in fp32; fewer mean more passes."""
+        """Return how many scores of a query and a slot a scoring pass may hold, in fp32; fewer mean
+        more passes.
+        """
         return 1 << 26
 
     @abstractmethod
     def plan(
-        self, seqlens_B: Tensor, shape: Shape, window: int | None, positions_BKS: Tensor | None = None
+        self,
+        seqlens_B: Tensor,
+        shape: Shape,
+        window: int | None,
+        positions_BKS: Tensor | None = None,
     ) -> AttentionPlan:
-        """Prepare a forward pass. `seqlens_B` (int32) counts each row's valid entries, the T new ones included; with
-        `window`, a token sees only the last `window` tokens, itself included.
+        """Prepare a forward pass. `seqlens_B` (int32) counts each row's valid entries, the T new
+        ones included; with `window`, a token sees only the last `window` tokens, itself included.
 
-        Slots are in the order of their tokens, unless `positions_BKS` (int32) has the position of each for a window. A
-        new token's position is its slot. It needs a window, and cannot be combined with selected slots.
+        Slots are in the order of their tokens, unless `positions_BKS` (int32) has the position of
+        each for a window. A new token's position is its slot. It needs a window, and cannot be
+        combined with selected slots.
         """
 
     @abstractmethod
     def attend(
-        self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: AttentionPlan, indices_BKN: Tensor | None = None
+        self,
+        q_BTHD: Tensor,
+        k_BKSD: Tensor,
+        v_BKSD: Tensor,
+        plan: AttentionPlan,
+        indices_BKN: Tensor | None = None,
     ) -> Tensor:
-        """Return softmax attention (B, T, H, D) with scale 1/sqrt(D), causal among the T new tokens.
+        """Return softmax attention (B, T, H, D) with scale 1/sqrt(D), causal among the T new
+        tokens.
 
-        With `indices_BKN` (int64) each KV head reads only these slots: distinct, in any order, the new tokens' own
-        among them. Slots that a token may not see, and negative ones, are ignored.
+        With `indices_BKN` (int64) each KV head reads only these slots: distinct, in any order, the
+        new tokens' own among them. Slots that a token may not see, and negative ones, are ignored.
         """
 
-    def attend_coded(self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: AttentionPlan, coded: Coded) -> Tensor:
-        """Return attention as `attend` does, over codes before the exact entries. Decode them first, unless a backend
-        reads codes itself.
+    def attend_coded(
+        self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: AttentionPlan, coded: Coded
+    ) -> Tensor:
+        """Return attention as `attend` does, over codes before the exact entries. Decode them
+        first, unless a backend reads codes itself.
         """
         return self.attend(q_BTHD, *coded.mixed(k_BKSD, v_BKSD), plan)
 
     @abstractmethod
     def attend_scored(
-        self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: AttentionPlan, counted_BT: Tensor | None = None
+        self,
+        q_BTHD: Tensor,
+        k_BKSD: Tensor,
+        v_BKSD: Tensor,
+        plan: AttentionPlan,
+        counted_BT: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return attention over all slots, and what each slot received: (B, K, S') in fp32, where S' <= S covers all
-        valid slots, summed over the J query heads of a KV head and over the new tokens, or those that `counted_BT`
-        (bool) names. The scores that a token adds to all slots sum up to J.
+        """Return attention over all slots, and what each slot received: (B, K, S') in fp32, where
+        S' <= S covers all valid slots, summed over the J query heads of a KV head and over the new
+        tokens, or those that `counted_BT` (bool) names. The scores that a token adds to all slots
+        sum up to J.
         """
 
     def page_shares(
-        self, q_BTHD: Tensor, least_BKPD: Tensor, largest_BKPD: Tensor, first_B: Tensor, last_B: Tensor
+        self,
+        q_BTHD: Tensor,
+        least_BKPD: Tensor,
+        largest_BKPD: Tensor,
+        first_B: Tensor,
+        last_B: Tensor,
     ) -> Tensor:
-        """Return a bound on the attention to pages of keys, given the least and the largest value of each feature.
+        """Return a bound on the attention to pages of keys, given the least and the largest value
+        of each feature.
 
-        (B, K, P) in fp32: the softmax over the bounds of the pages from `first_B` up to `last_B` (int64), summed over
-        the query heads of a KV head and over tokens; 0 for other pages.
+        (B, K, P) in fp32: the softmax over the bounds of the pages from `first_B` up to `last_B`
+        (int64), summed over the query heads of a KV head and over tokens; 0 for other pages.
         """
         q_BKQD = q_BTHD.unflatten(2, (least_BKPD.shape[1], -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
         bound_BKQP = q_BKQD.clamp(min=0) @ largest_BKPD.mT + q_BKQD.clamp(max=0) @ least_BKPD.mT
         other_B11P = ~is_within(first_B, last_B, least_BKPD.shape[2])[:, None, None]
-        scaled_BKQP = (bound_BKQP.float() / q_BTHD.shape[-1] ** 0.5).masked_fill(other_B11P, -torch.inf)
+        scaled_BKQP = (bound_BKQP.float() / q_BTHD.shape[-1] ** 0.5).masked_fill(
+            other_B11P, -torch.inf
+        )
         return scaled_BKQP.softmax(-1).masked_fill(other_B11P, 0.0).sum(2)
 
     def select_largest(self, scores: Tensor, first: Tensor, last: Tensor, count: int) -> Tensor:
-        """Return the slots (..., N) of the `count` largest scores (..., S) from `first` up to `last`, in any order.
+        """Return the slots (..., N) of the `count` largest scores (..., S) from `first` up to
+        `last`, in any order.
 
-        Scores are in fp32 and not negative. `first` and `last` (int64) are broadcast to their leading dimensions. Where
-        there are fewer than N = min(count, S), the rest is -1.
+        Scores are in fp32 and not negative. `first` and `last` (int64) are broadcast to their
+        leading dimensions. Where there are fewer than N = min(count, S), the rest is -1.
         """
         return select_largest(scores, first, last, count)
 
 
 def select_largest(scores: Tensor, first: Tensor, last: Tensor, count: int) -> Tensor:
-    """Select as Attention.select_largest does. Without a sign the bits of fp32 numbers order as they do, and PyTorch
-    compares integers in less time.
+    """Select as Attention.select_largest does. Without a sign the bits of fp32 numbers order as
+    they do, and PyTorch compares integers in less time.
     """
     bits = scores.view(torch.int32).masked_fill(~is_within(first, last, scores.shape[-1]), -1)
     top = bits.topk(min(count, bits.shape[-1]), dim=-1, sorted=False)

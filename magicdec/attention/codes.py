@@ -1,10 +1,11 @@
-"""KV entries in 4 or 8 bits, for a draft that reads codes: how they are encoded, stored and decoded.
+"""KV entries in 4 or 8 bits, for a draft that reads codes: how they are encoded, stored and
+decoded.
 
-Kernels multiply codes four at a time: of features of a key, of tokens of a value. These lie together, in tiles of 16
-slots.
+Kernels multiply codes four at a time: of features of a key, of tokens of a value. These lie
+together, in tiles of 16 slots.
 
-L layers, B rows, K KV heads, S slots, N tiles of them, D head dim, C bytes of codes per entry, W slots that are encoded
-at a time.
+L layers, B rows, K KV heads, S slots, N tiles of them, D head dim, C bytes of codes per entry, W
+slots that are encoded at a time.
 """
 
 import math
@@ -21,27 +22,43 @@ FEATURES: Final = -1
 
 
 class Codes:
-    """One tensor of entries in 8 or 4 bits: whole numbers between the least and the largest value of each group.
+    """One tensor of entries in 8 or 4 bits: whole numbers between the least and the largest value
+    of each group.
 
-    A group has `group_size` tokens of one feature (`along=TOKENS`, for keys, some of whose features are much larger
-    than others), or features of one token (`along=FEATURES`, for values).
+    A group has `group_size` tokens of one feature (`along=TOKENS`, for keys, some of whose features
+    are much larger than others), or features of one token (`along=FEATURES`, for values).
     """
 
     per_row: ClassVar[dict[str, int]] = {"codes_LBKNC": 1, "scales": 1}
 
     def __init__(
-        self, shape: tuple[int, ...], bits: int, group_size: int, along: Literal[-2, -1], device: torch.device | str
+        self,
+        shape: tuple[int, ...],
+        bits: int,
+        group_size: int,
+        along: Literal[-2, -1],
+        device: torch.device | str,
     ):
-        """Allocate codes for entries (L, B, K, S, D). S is rounded up to `unit`; groups divide D."""
+        """Allocate codes for entries (L, B, K, S, D). S is rounded up to `unit`; groups divide
+        D.
+        """
         self.bits, self.along = bits, along
         *rows, slots, dim = shape
         self.unit = math.lcm(TILE, group_size)  # slots that are encoded together
         self.num_slots = slots = -(-slots // self.unit) * self.unit
-        self.together = math.gcd(4, dim * bits // 8)  # codes of a key's features; kernels read those with 4
+        # Codes of a key's features; kernels read those with 4.
+        self.together = math.gcd(4, dim * bits // 8)
         self.group_size = group_size if along == TOKENS else math.gcd(group_size, dim)
-        self.codes_LBKNC = torch.zeros(*rows, slots // TILE, TILE * dim * bits // 8, dtype=torch.uint8, device=device)
-        # A group's scale and least value: (L, B, K, S / group_size, 2, D), or (L, B, K, N, D / group_size, 2, TILE).
-        groups = (slots // group_size, 2, dim) if along == TOKENS else (slots // TILE, dim // self.group_size, 2, TILE)
+        self.codes_LBKNC = torch.zeros(
+            *rows, slots // TILE, TILE * dim * bits // 8, dtype=torch.uint8, device=device
+        )
+        # A group's scale and least value: (L, B, K, S / group_size, 2, D), or (L, B, K, N, D /
+        # group_size, 2, TILE).
+        groups = (
+            (slots // group_size, 2, dim)
+            if along == TOKENS
+            else (slots // TILE, dim // self.group_size, 2, TILE)
+        )
         self.scales = torch.zeros(*rows, *groups, dtype=torch.float16, device=device)
 
     @property
@@ -50,12 +67,20 @@ class Codes:
         return self.codes_LBKNC.numel() + 2 * self.scales.numel()
 
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the codes (..., N, TILE x C) and scales of entries (..., S, D); S is a multiple of `unit`."""
+        """Return the codes (..., N, TILE x C) and scales of entries (..., S, D); S is a multiple of
+        `unit`.
+        """
         groups = x.float().unflatten(self.along, (-1, self.group_size))
         least, largest = groups.aminmax(dim=self.along, keepdim=True)
         scales = torch.cat(((largest - least) / (2**self.bits - 1), least), dim=self.along).half()
         scale, least = scales.float().split(1, dim=self.along)
-        codes = ((groups - least) / scale.clamp(min=1e-12)).round().clamp(0, 2**self.bits - 1).byte().view(x.shape)
+        codes = (
+            ((groups - least) / scale.clamp(min=1e-12))
+            .round()
+            .clamp(0, 2**self.bits - 1)
+            .byte()
+            .view(x.shape)
+        )
         if self.bits == 4:
             high, low = codes.chunk(2, dim=-1)
             codes = high << 4 | low
@@ -77,17 +102,25 @@ class Codes:
         if self.bits == 4:
             codes = torch.cat((codes >> 4, codes & 15), dim=-1)
         scale, least = scales.split(1, dim=self.along)
-        return (codes.unflatten(self.along, (-1, self.group_size)) * scale + least).view(codes.shape).to(dtype)
+        return (
+            (codes.unflatten(self.along, (-1, self.group_size)) * scale + least)
+            .view(codes.shape)
+            .to(dtype)
+        )
 
     def load(self, entries_LBKSD: Tensor) -> None:
         """Encode every slot, a layer at a time."""
         size = self.num_slots
         for layer, entries_BKSD in enumerate(entries_LBKSD):
-            padded_BKSD = F.pad(entries_BKSD[:, :, :size], (0, 0, 0, max(0, size - entries_BKSD.shape[2])))
+            padded_BKSD = F.pad(
+                entries_BKSD[:, :, :size], (0, 0, 0, max(0, size - entries_BKSD.shape[2]))
+            )
             self.codes_LBKNC[layer], self.scales[layer] = self.encode(padded_BKSD)
 
     def update(self, entries_LBKSD: Tensor, row_B: Tensor, slot_BW: Tensor) -> None:
-        """Encode these slots of these rows: whole units, in their order. They may lie behind the last entry."""
+        """Encode these slots of these rows: whole units, in their order. They may lie behind the
+        last entry.
+        """
         rows_B1 = row_B[:, None]
         from_BW = slot_BW.clamp(max=entries_LBKSD.shape[3] - 1)
         codes, scales = self.encode(entries_LBKSD[:, rows_B1, :, from_BW].movedim((0, 1), (1, 3)))
@@ -103,7 +136,9 @@ class Codes:
 
 @dataclass(frozen=True)
 class Coded:
-    """One layer's entries as codes. Slots from `first_exact_B` (int32) on are read in full precision."""
+    """One layer's entries as codes. Slots from `first_exact_B` (int32) on are read in full
+    precision.
+    """
 
     k: Codes
     v: Codes
@@ -118,6 +153,8 @@ class Coded:
         for codes, exact_BKSD in ((self.k, k_BKSD), (self.v, v_BKSD)):
             decoded_BKSD = codes.decode(self.layer, exact_BKSD.dtype)[:, :, :size]
             out_BKSD = exact_BKSD.clone()
-            out_BKSD[:, :, :size] = decoded_BKSD.where(~is_exact_BS[:, None, :, None], exact_BKSD[:, :, :size])
+            out_BKSD[:, :, :size] = decoded_BKSD.where(
+                ~is_exact_BS[:, None, :, None], exact_BKSD[:, :, :size]
+            )
             mixed.append(out_BKSD)
         return mixed[0], mixed[1]

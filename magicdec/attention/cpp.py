@@ -1,8 +1,9 @@
-"""Attention on CPUs in C++: of a few new tokens over a long cache (kernels/attention.cpp), and of many (prefill.cpp).
-Selecting what a draft step reads (selection.cpp).
+"""Attention on CPUs in C++: of a few new tokens over a long cache (kernels/attention.cpp), and of
+many (prefill.cpp). Selecting what a draft step reads (selection.cpp).
 
-The J x T query rows of a few new tokens that share a KV head stay in registers and the L1 cache while K and V stream
-past once, in splits that the threads share; the splits are merged by their log-sum-exp.
+The J x T query rows of a few new tokens that share a KV head stay in registers and the L1 cache
+while K and V stream past once, in splits that the threads share; the splits are merged by their
+log-sum-exp.
 """
 
 import ctypes
@@ -13,13 +14,19 @@ from torch import Tensor
 from typing_extensions import override
 
 from magicdec.attention.codes import TILE, Coded
-from magicdec.attention.sdpa_fallback import KernelAttention, KernelPlan, dtype_obstacle, with_dense_entries
+from magicdec.attention.sdpa_fallback import (
+    KernelAttention,
+    KernelPlan,
+    dtype_obstacle,
+    with_dense_entries,
+)
 from magicdec.config.choices import Backend
 from magicdec.config.registry import BACKENDS
 from magicdec.kernels import library
 
 STEP = 8  # head dims are multiples of it, as in attention.cpp
-CODED_STEP = 16  # bytes of an entry's codes, and numbers that share a scale, are multiples of it, as in codes.h
+# Bytes of an entry's codes, and numbers that share a scale, are multiples of it, as in codes.h.
+CODED_STEP = 16
 TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
@@ -60,7 +67,13 @@ def reads(coded: Coded) -> bool:
 def codes_call(coded: Coded) -> CodesCall:
     """Return what the kernel needs of a layer's codes."""
     k, v, layer = coded.k, coded.v, coded.layer
-    tensors = (k.codes_LBKNC[layer], v.codes_LBKNC[layer], k.scales[layer], v.scales[layer], coded.first_exact_B)
+    tensors = (
+        k.codes_LBKNC[layer],
+        v.codes_LBKNC[layer],
+        k.scales[layer],
+        v.scales[layer],
+        coded.first_exact_B,
+    )
     pointers = (x.data_ptr() for x in tensors)
     return CodesCall(*pointers, k.num_slots, k.bits, k.group_size, v.group_size)
 
@@ -69,7 +82,8 @@ def codes_call(coded: Coded) -> CodesCall:
 class CppAttention(KernelAttention):
     """The fastest on a CPU. The first run builds it."""
 
-    max_new_tokens: ClassVar[int] = 32  # arithmetic decides beyond, and another kernel is better at that
+    # Arithmetic decides beyond, and another kernel is better at that.
+    max_new_tokens: ClassVar[int] = 32
 
     def __init__(self) -> None:
         """Build the kernels if needed; raise UserError where that fails."""
@@ -89,13 +103,23 @@ class CppAttention(KernelAttention):
 
     @override
     def decode(
-        self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: KernelPlan, indices_BKN: Tensor | None
+        self,
+        q_BTHD: Tensor,
+        k_BKSD: Tensor,
+        v_BKSD: Tensor,
+        plan: KernelPlan,
+        indices_BKN: Tensor | None,
     ) -> Tensor:
         return self._call("attend", q_BTHD, k_BKSD, v_BKSD, plan, indices=indices_BKN)
 
     @override
     def prefill(
-        self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: KernelPlan, indices_BKN: Tensor | None
+        self,
+        q_BTHD: Tensor,
+        k_BKSD: Tensor,
+        v_BKSD: Tensor,
+        plan: KernelPlan,
+        indices_BKN: Tensor | None,
     ) -> Tensor:
         """Leave selected slots, and slots in no order, to sdpa."""
         if indices_BKN is not None or plan.positions_BKS is not None:
@@ -104,7 +128,9 @@ class CppAttention(KernelAttention):
         return self._call("prefill", q, k, v, plan)
 
     @override
-    def attend_coded(self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: KernelPlan, coded: Coded) -> Tensor:
+    def attend_coded(
+        self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: KernelPlan, coded: Coded
+    ) -> Tensor:
         if plan.shape.num_new > self.max_new_tokens or not reads(coded):
             return super().attend_coded(q_BTHD, k_BKSD, v_BKSD, plan, coded)
         q, k, v = map(with_dense_entries, (q_BTHD, k_BKSD, v_BKSD))
@@ -112,16 +138,30 @@ class CppAttention(KernelAttention):
 
     @override
     def decode_scored(
-        self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: KernelPlan, counted_BT: Tensor | None
+        self,
+        q_BTHD: Tensor,
+        k_BKSD: Tensor,
+        v_BKSD: Tensor,
+        plan: KernelPlan,
+        counted_BT: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Write the weights, too: R numbers a slot, next to its 2 x D. Sum them once all splits of a head are done."""
+        """Write the weights, too: R numbers a slot, next to its 2 x D. Sum them once all splits of
+        a head are done.
+        """
         scores_BKS = torch.empty(k_BKSD.shape[:3])
-        out_BTHD = self._call("attend", q_BTHD, k_BKSD, v_BKSD, plan, counted=counted_BT, scores=scores_BKS)
+        out_BTHD = self._call(
+            "attend", q_BTHD, k_BKSD, v_BKSD, plan, counted=counted_BT, scores=scores_BKS
+        )
         return out_BTHD, scores_BKS
 
     @override
     def page_shares(
-        self, q_BTHD: Tensor, least_BKPD: Tensor, largest_BKPD: Tensor, first_B: Tensor, last_B: Tensor
+        self,
+        q_BTHD: Tensor,
+        least_BKPD: Tensor,
+        largest_BKPD: Tensor,
+        first_B: Tensor,
+        last_B: Tensor,
     ) -> Tensor:
         (B, T, H, D), (K, P) = q_BTHD.shape, least_BKPD.shape[1:3]
         shares_BKP = torch.empty(B, K, P)
@@ -137,7 +177,10 @@ class CppAttention(KernelAttention):
     def select_largest(self, scores: Tensor, first: Tensor, last: Tensor, count: int) -> Tensor:
         *leading, S = scores.shape
         slots = torch.empty(*leading, min(count, S), dtype=torch.int64)
-        scores, first, last = scores.contiguous(), *(x.long().expand(leading).contiguous() for x in (first, last))
+        scores, first, last = (
+            scores.contiguous(),
+            *(x.long().expand(leading).contiguous() for x in (first, last)),
+        )
         pointers = [x.data_ptr() for x in (scores, first, last, slots)]
         self._select_largest(*pointers, first.numel(), S, slots.shape[-1], torch.get_num_threads())
         return slots
@@ -156,12 +199,24 @@ class CppAttention(KernelAttention):
     ) -> Tensor:
         (B, T, H, D), (K, S) = q_BTHD.shape, k_BKSD.shape[1:3]
         out_BTHD = torch.empty((B, T, H, D), dtype=q_BTHD.dtype)
-        tensors = (q_BTHD, k_BKSD, v_BKSD, out_BTHD, plan.seqlens_B, indices, counted, plan.positions_BKS, scores)
+        tensors = (
+            q_BTHD,
+            k_BKSD,
+            v_BKSD,
+            out_BTHD,
+            plan.seqlens_B,
+            indices,
+            counted,
+            plan.positions_BKS,
+            scores,
+        )
         codes = None if coded is None else codes_call(coded)
         pointers = [None if x is None else x.data_ptr() for x in tensors]
         pointers += [None if codes is None else ctypes.addressof(codes), None]
         num_indices = 0 if indices is None else indices.shape[-1]
         sizes = (B, T, K, H // K, D, S, num_indices, plan.reach, torch.get_num_threads())
         strides = [stride for x in (q_BTHD, k_BKSD, v_BKSD) for stride in x.stride()[:3]]
-        self._library[f"{function}_{TYPES[q_BTHD.dtype]}"](ctypes.byref(Call(*pointers, *sizes, *strides)))
+        self._library[f"{function}_{TYPES[q_BTHD.dtype]}"](
+            ctypes.byref(Call(*pointers, *sizes, *strides))
+        )
         return out_BTHD

@@ -15,15 +15,17 @@ TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 
 
 def max_error(backend: Attention, device: torch.device, dtype: torch.dtype) -> float:
-    """Return the largest difference from softmax attention: decode, verify and prefill, each over all slots, within a
-    window, over selected slots (all of them, out of order), and with scores.
+    """Return the largest difference from softmax attention: decode, verify and prefill, each over
+    all slots, within a window, over selected slots (all of them, out of order), and with scores.
     """
     errors = []
     for num_new in NEW_TOKENS:
         generator = torch.Generator().manual_seed(num_new)
         q_BTHD = torch.randn(3, num_new, KV_HEADS * GROUP, HEAD_DIM, generator=generator)
         k_BKSD, v_BKSD = torch.randn(2, 3, KV_HEADS, CONTEXT + 16, HEAD_DIM, generator=generator)
-        indices_BKN = torch.randperm(CONTEXT + 16, generator=generator).expand(3, KV_HEADS, -1).to(device)
+        indices_BKN = (
+            torch.randperm(CONTEXT + 16, generator=generator).expand(3, KV_HEADS, -1).to(device)
+        )
         q, k, v = (x.to(device, dtype) for x in (q_BTHD, k_BKSD, v_BKSD))
         seqlens_B = torch.tensor([num_new, CONTEXT // 2, CONTEXT], dtype=torch.int32, device=device)
         shape = Shape(num_new, k.shape[2], GROUP, dtype)
@@ -44,7 +46,9 @@ def max_error(backend: Attention, device: torch.device, dtype: torch.dtype) -> f
 def softmax_attention(
     q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, seqlens_B: Tensor, window: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return attention in fp32 by its definition, and the weights that each slot receives (B, K, S)."""
+    """Return attention in fp32 by its definition, and the weights that each slot receives (B, K,
+    S).
+    """
     T, S = q_BTHD.shape[1], k_BKSD.shape[2]
     q_BKJTD = q_BTHD.float().transpose(1, 2).unflatten(1, (k_BKSD.shape[1], -1))
     own_BT1 = (seqlens_B[:, None] - T + torch.arange(T, device=seqlens_B.device))[..., None]

@@ -1,7 +1,9 @@
-"""Attention through PyTorch's scaled_dot_product_attention: runs everywhere; the reference of all other backends.
+"""Attention through PyTorch's scaled_dot_product_attention: runs everywhere; the reference of all
+other backends.
 
-For few query tokens the J query heads that share a KV head are folded into the query rows, so that one pass over K and
-V serves all of them: the multi-token verification for GQA of the MagicDec paper (arXiv 2408.11049, section 5).
+For few query tokens the J query heads that share a KV head are folded into the query rows, so that
+one pass over K and V serves all of them: the multi-token verification for GQA of the MagicDec paper
+(arXiv 2408.11049, section 5).
 
 N selected slots; all other letters as in base.py.
 """
@@ -17,17 +19,20 @@ from magicdec.attention.base import Attention, Shape
 from magicdec.config.choices import Backend
 from magicdec.config.registry import BACKENDS
 
-# Above this many query tokens (prefill) a mask folded over J would be larger than the keys it guards.
+# Above this many query tokens (prefill) a mask folded over J would be larger than the keys it
+# guards.
 MAX_FOLDED_TOKENS = 64
-ALIGNMENT = 8  # of the mask's rows in elements: the fused kernels of CUDA would copy it in front of every layer
+# Of the mask's rows in elements: the fused kernels of CUDA would copy it in front of every layer.
+ALIGNMENT = 8
 
 
 @dataclass(frozen=True)
 class SdpaPlan:
-    """`length` entries are read; `mask` is additive and broadcasts against the scores, None where nothing is hidden.
+    """`length` entries are read; `mask` is additive and broadcasts against the scores, None where
+    nothing is hidden.
 
-    `folded`: query rows are (J, T) of one KV head, else each query head is on its own. `seqlens_B` and `window` are
-    kept for attention over selected slots, whose mask depends on the selection.
+    `folded`: query rows are (J, T) of one KV head, else each query head is on its own. `seqlens_B`
+    and `window` are kept for attention over selected slots, whose mask depends on the selection.
     """
 
     length: int
@@ -43,7 +48,11 @@ class SdpaAttention(Attention[SdpaPlan]):
 
     @override
     def plan(
-        self, seqlens_B: Tensor, shape: Shape, window: int | None, positions_BKS: Tensor | None = None
+        self,
+        seqlens_B: Tensor,
+        shape: Shape,
+        window: int | None,
+        positions_BKS: Tensor | None = None,
     ) -> SdpaPlan:
         """Read lengths on the host only on a CPU, where that costs nothing."""
         length, uniform = shape.capacity, False
@@ -54,11 +63,14 @@ class SdpaAttention(Attention[SdpaPlan]):
         if uniform and shape.num_new == 1 and (window is None or window >= length):
             return SdpaPlan(length, None, folded, seqlens_B, window)
         masked_B = seqlens_B[:1] if uniform else seqlens_B
-        slot_S = position = torch.arange(-(-length // ALIGNMENT) * ALIGNMENT, device=seqlens_B.device)
+        slot_S = position = torch.arange(
+            -(-length // ALIGNMENT) * ALIGNMENT, device=seqlens_B.device
+        )
         if positions_BKS is not None:
             position = F.pad(positions_BKS[..., :length], (0, len(slot_S) - length))[:, :, None]
         own_B1T1 = _own_slots(masked_B, shape.num_new)[:, None, :, None]
-        hidden_BKTS = _hidden(slot_S, own_B1T1, window, position)  # K: 1 where all heads see the same
+        # K: 1 where all heads see the same.
+        hidden_BKTS = _hidden(slot_S, own_B1T1, window, position)
         mask_BKTS = torch.zeros(hidden_BKTS.shape, dtype=shape.dtype, device=seqlens_B.device)
         mask_BKTS.masked_fill_(hidden_BKTS, float("-inf"))
         if folded:
@@ -67,28 +79,46 @@ class SdpaAttention(Attention[SdpaPlan]):
 
     @override
     def attend(
-        self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: SdpaPlan, indices_BKN: Tensor | None = None
+        self,
+        q_BTHD: Tensor,
+        k_BKSD: Tensor,
+        v_BKSD: Tensor,
+        plan: SdpaPlan,
+        indices_BKN: Tensor | None = None,
     ) -> Tensor:
         if indices_BKN is not None:
             return self._attend_selected(q_BTHD, k_BKSD, v_BKSD, plan, indices_BKN)
         H, K = q_BTHD.shape[2], k_BKSD.shape[1]
         k, v = k_BKSD[:, :, : plan.length], v_BKSD[:, :, : plan.length]
-        if not plan.folded and (q_BTHD.device.type != "cpu" or (plan.mask is not None and plan.mask.shape[1] > 1)):
+        if not plan.folded and (
+            q_BTHD.device.type != "cpu" or (plan.mask is not None and plan.mask.shape[1] > 1)
+        ):
             return attend_by_turns(q_BTHD, k, v, plan.mask)
         if not plan.folded:
             q = q_BTHD.transpose(1, 2)
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=plan.mask, enable_gqa=H != K).transpose(1, 2)
-        out = F.scaled_dot_product_attention(_fold(q_BTHD, K).flatten(2, 3), k, v, attn_mask=plan.mask)
+            return F.scaled_dot_product_attention(
+                q, k, v, attn_mask=plan.mask, enable_gqa=H != K
+            ).transpose(1, 2)
+        out = F.scaled_dot_product_attention(
+            _fold(q_BTHD, K).flatten(2, 3), k, v, attn_mask=plan.mask
+        )
         return _unfold(out.unflatten(2, (H // K, -1)))
 
     @override
     def attend_scored(
-        self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: SdpaPlan, counted_BT: Tensor | None = None
+        self,
+        q_BTHD: Tensor,
+        k_BKSD: Tensor,
+        v_BKSD: Tensor,
+        plan: SdpaPlan,
+        counted_BT: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Write out the probabilities, which only suits a few query tokens at a time."""
         k, v = k_BKSD[:, :, : plan.length], v_BKSD[:, :, : plan.length]
         q_BKJTD = _fold(q_BTHD, k.shape[1])
-        logits_BKJTS = torch.einsum("bkjtd,bksd->bkjts", q_BKJTD, k).float() * q_BTHD.shape[-1] ** -0.5
+        logits_BKJTS = (
+            torch.einsum("bkjtd,bksd->bkjts", q_BKJTD, k).float() * q_BTHD.shape[-1] ** -0.5
+        )
         if plan.mask is not None:
             logits_BKJTS += plan.mask.unflatten(2, (-1, q_BTHD.shape[1]))
         p_BKJTS = logits_BKJTS.softmax(-1)
@@ -100,7 +130,9 @@ class SdpaAttention(Attention[SdpaPlan]):
     def _attend_selected(
         self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: SdpaPlan, indices_BKN: Tensor
     ) -> Tensor:
-        """Gather, then attend: N entries are read twice and written once, which is little compared with S."""
+        """Gather, then attend: N entries are read twice and written once, which is little compared
+        with S.
+        """
         _, T, H, D = q_BTHD.shape
         K = k_BKSD.shape[1]
         slot_BKN1 = indices_BKN.clamp(min=0)[..., None].expand(-1, -1, -1, D)
@@ -109,21 +141,25 @@ class SdpaAttention(Attention[SdpaPlan]):
         seen_BKTN = ~(_hidden(slot_BK1N, own_B1T1, plan.window, slot_BK1N) | (slot_BK1N < 0))
         seen = seen_BKTN.repeat(1, 1, H // K, 1) if T > 1 else seen_BKTN  # query rows are (J, T)
         q = _fold(q_BTHD, K).flatten(2, 3)
-        out = F.scaled_dot_product_attention(q, k_BKSD.gather(2, slot_BKN1), v_BKSD.gather(2, slot_BKN1), seen)
+        out = F.scaled_dot_product_attention(
+            q, k_BKSD.gather(2, slot_BKN1), v_BKSD.gather(2, slot_BKN1), seen
+        )
         return _unfold(out.unflatten(2, (H // K, -1)))
 
 
 def attend_by_turns(q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, mask: Tensor | None) -> Tensor:
     """Attend with each KV head's query heads one after another, as if each had one query head.
 
-    On CUDA most versions of PyTorch have no fused kernel but cuDNN's for a mask together with `enable_gqa` (see its
-    sdp_utils.cpp), and what they fall back to writes all scores out.
+    On CUDA most versions of PyTorch have no fused kernel but cuDNN's for a mask together with
+    `enable_gqa` (see its sdp_utils.cpp), and what they fall back to writes all scores out.
     """
     out_BTHD = torch.empty_like(q_BTHD)
     of_BTKJD, q_BTKJD = (x.unflatten(2, (k_BKSD.shape[1], -1)) for x in (out_BTHD, q_BTHD))
     for j in range(q_BTKJD.shape[3]):
         q_BKTD = q_BTKJD[:, :, :, j].transpose(1, 2)
-        of_BTKJD[:, :, :, j] = F.scaled_dot_product_attention(q_BKTD, k_BKSD, v_BKSD, attn_mask=mask).transpose(1, 2)
+        of_BTKJD[:, :, :, j] = F.scaled_dot_product_attention(
+            q_BKTD, k_BKSD, v_BKSD, attn_mask=mask
+        ).transpose(1, 2)
     return out_BTHD
 
 
@@ -133,7 +169,9 @@ def _own_slots(seqlens_B: Tensor, num_new: int) -> Tensor:
 
 
 def _hidden(slot: Tensor, own: Tensor, window: int | None, position: Tensor) -> Tensor:
-    """Return whether the token in slot `own` may not see `slot`, whose token is at `position` (all broadcast)."""
+    """Return whether the token in slot `own` may not see `slot`, whose token is at `position` (all
+    broadcast).
+    """
     hidden = slot > own
     return hidden if window is None else hidden | (position <= own - window)
 

@@ -1,7 +1,7 @@
 """The common part of backends with a kernel of their own.
 
-sdpa takes passes with more new tokens than the kernel takes, and passes that need scores where the kernel returns none.
-Shapes as in base.py.
+sdpa takes passes with more new tokens than the kernel takes, and passes that need scores where the
+kernel returns none. Shapes as in base.py.
 """
 
 import sys
@@ -47,46 +47,79 @@ class KernelAttention(Attention[KernelPlan]):
 
     @abstractmethod
     def decode(
-        self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: KernelPlan, indices_BKN: Tensor | None
+        self,
+        q_BTHD: Tensor,
+        k_BKSD: Tensor,
+        v_BKSD: Tensor,
+        plan: KernelPlan,
+        indices_BKN: Tensor | None,
     ) -> Tensor:
         """Attend as `attend` does, by the kernel."""
 
     def decode_scored(
-        self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: KernelPlan, counted_BT: Tensor | None
+        self,
+        q_BTHD: Tensor,
+        k_BKSD: Tensor,
+        v_BKSD: Tensor,
+        plan: KernelPlan,
+        counted_BT: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Attend as `attend_scored` does, by a kernel that returns scores."""
         return self._sdpa.attend_scored(q_BTHD, k_BKSD, v_BKSD, plan.sdpa, counted_BT)
 
     def prefill(
-        self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: KernelPlan, indices_BKN: Tensor | None
+        self,
+        q_BTHD: Tensor,
+        k_BKSD: Tensor,
+        v_BKSD: Tensor,
+        plan: KernelPlan,
+        indices_BKN: Tensor | None,
     ) -> Tensor:
         """Attend as `attend` does, for more new tokens than the kernel takes."""
         return self._sdpa.attend(q_BTHD, k_BKSD, v_BKSD, plan.sdpa, indices_BKN)
 
     @override
     def plan(
-        self, seqlens_B: Tensor, shape: Shape, window: int | None, positions_BKS: Tensor | None = None
+        self,
+        seqlens_B: Tensor,
+        shape: Shape,
+        window: int | None,
+        positions_BKS: Tensor | None = None,
     ) -> KernelPlan:
         positions_BKS = positions_BKS if positions_BKS is None else positions_BKS.contiguous()
         return KernelPlan(seqlens_B.contiguous(), shape, window, positions_BKS)
 
     @override
     def attend(
-        self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: KernelPlan, indices_BKN: Tensor | None = None
+        self,
+        q_BTHD: Tensor,
+        k_BKSD: Tensor,
+        v_BKSD: Tensor,
+        plan: KernelPlan,
+        indices_BKN: Tensor | None = None,
     ) -> Tensor:
         if plan.shape.num_new > self.max_new_tokens:
             return self.prefill(q_BTHD, k_BKSD, v_BKSD, plan, indices_BKN)
         q, k, v = map(with_dense_entries, (q_BTHD, k_BKSD, v_BKSD))
-        return self.decode(q, k, v, plan, indices_BKN if indices_BKN is None else indices_BKN.contiguous())
+        return self.decode(
+            q, k, v, plan, indices_BKN if indices_BKN is None else indices_BKN.contiguous()
+        )
 
     @override
     def attend_scored(
-        self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: KernelPlan, counted_BT: Tensor | None = None
+        self,
+        q_BTHD: Tensor,
+        k_BKSD: Tensor,
+        v_BKSD: Tensor,
+        plan: KernelPlan,
+        counted_BT: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         if plan.shape.num_new > self.max_new_tokens:
             return self._sdpa.attend_scored(q_BTHD, k_BKSD, v_BKSD, plan.sdpa, counted_BT)
         q, k, v = map(with_dense_entries, (q_BTHD, k_BKSD, v_BKSD))
-        return self.decode_scored(q, k, v, plan, counted_BT if counted_BT is None else counted_BT.contiguous())
+        return self.decode_scored(
+            q, k, v, plan, counted_BT if counted_BT is None else counted_BT.contiguous()
+        )
 
 
 def dtype_obstacle(dtype: torch.dtype, dtypes: Iterable[torch.dtype]) -> str | None:

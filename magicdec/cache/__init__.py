@@ -1,1 +1,3 @@
-"""KV caches and the policies that select what a draft keeps: kv_cache, draft_cache, and a file per policy."""
+"""KV caches and the policies that select what a draft keeps: kv_cache, draft_cache, and a file per
+policy.
+"""

@@ -1,11 +1,13 @@
 """The compact cache that static policies share: a fixed part and a ring of recent tokens.
 
-L layers, B rows, K KV heads, S slots, D head dim, F fixed slots, R ring slots, W tokens committed at a time.
+L layers, B rows, K KV heads, S slots, D head dim, F fixed slots, R ring slots, W tokens committed
+at a time.
 
-Of `budget` slots the first F hold what the policy has selected, the others are a ring over the latest tokens, and slots
-beyond the budget hold this round's proposals, which evict nothing until committed. Until a row outgrows its budget
-every token is in the slot of its position. Attention does not depend on the order of slots, because keys carry their
-position. Only a sliding window needs the position of each slot.
+Of `budget` slots the first F hold what the policy has selected, the others are a ring over the
+latest tokens, and slots beyond the budget hold this round's proposals, which evict nothing until
+committed. Until a row outgrows its budget every token is in the slot of its position. Attention
+does not depend on the order of slots, because keys carry their position. Only a sliding window
+needs the position of each slot.
 """
 
 from abc import abstractmethod
@@ -39,9 +41,11 @@ class CompactCache(DraftCache):
         self.budget = self.spec.kept
         self.num_fixed = min(self.fixed_slots(self.budget), self.budget - 1)
         self.window = self.budget - self.num_fixed
-        # The tokens by which a row has outgrown its budget: the position less the slot of a token that is appended now.
+        # The tokens by which a row has outgrown its budget: the position less the slot of a token
+        # that is appended now.
         self.shift_B = torch.zeros_like(self.length_B)
-        # The positions of all slots, for a sliding window; those behind the committed ones are the proposals'.
+        # The positions of all slots, for a sliding window; those behind the committed ones are the
+        # proposals'.
         self.positions_LBKS: Tensor | None = None
         if self.config.sliding_window:
             slot_S = torch.arange(self.capacity, dtype=torch.int32, device=self.length_B.device)
@@ -53,7 +57,9 @@ class CompactCache(DraftCache):
 
     @abstractmethod
     def select(self, layer: int, source: KVCache, scores_LBKS: Tensor | None) -> Tensor:
-        """Return the slots of `source` that one layer keeps (B, K or 1, F), for rows that outgrow the budget."""
+        """Return the slots of `source` that one layer keeps (B, K or 1, F), for rows that outgrow
+        the budget.
+        """
 
     @override
     def for_prefill(self, chunk: int) -> DraftCache:
@@ -65,12 +71,18 @@ class CompactCache(DraftCache):
         """Plan a sliding window by positions, because slots are in no order."""
         if self.positions_LBKS is None:
             return super().plan(attention, num_new, dtype)
-        shape, seqlens_B = Shape(num_new, self.capacity, self.config.group_size, dtype), self.read_B(num_new)
-        positions_LBKS = self.positions_LBKS - self.shift_B[:, None, None]  # a new token's is its slot
+        shape, seqlens_B = (
+            Shape(num_new, self.capacity, self.config.group_size, dtype),
+            self.read_B(num_new),
+        )
+        # A new token's is its slot.
+        positions_LBKS = self.positions_LBKS - self.shift_B[:, None, None]
         everything, plans = attention.plan(seqlens_B, shape, None), []
         for layer, positions_BKS in enumerate(positions_LBKS):
             window = self.config.window_of(layer)
-            plans.append(attention.plan(seqlens_B, shape, window, positions_BKS) if window else everything)
+            plans.append(
+                attention.plan(seqlens_B, shape, window, positions_BKS) if window else everything
+            )
         return plans
 
     @override
@@ -92,16 +104,23 @@ class CompactCache(DraftCache):
         start_B1 = length_B1 - self.window
         ring_BR = start_B1 + (slot_S[self.num_fixed :] - start_B1) % self.window
         fits_B11 = (length_B1 <= self.budget)[..., None]
-        for layer in range(self.config.num_layers):  # one at a time: no second copy of the whole cache
+        # One at a time: no second copy of the whole cache.
+        for layer in range(self.config.num_layers):
             selected_BKF = self.select(layer, source, scores_LBKS)
             ring_BKR = ring_BR[:, None].expand(-1, selected_BKF.shape[1], -1)
             from_BKS = torch.where(fits_B11, slot_S, torch.cat((selected_BKF, ring_BKR), dim=-1))
-            from_BKS = from_BKS.clamp(0, source.capacity - 1).expand(-1, self.config.num_kv_heads, -1)
+            from_BKS = from_BKS.clamp(0, source.capacity - 1).expand(
+                -1, self.config.num_kv_heads, -1
+            )
             self.keep(layer, source, from_BKS, scores_LBKS)
         self.set_length(source.seqlens_B)
 
-    def keep(self, layer: int, source: KVCache, from_BKS: Tensor, scores_LBKS: Tensor | None) -> None:
-        """Copy one layer's entries from these slots of `source`, where they are positions, to the first `budget`."""
+    def keep(
+        self, layer: int, source: KVCache, from_BKS: Tensor, scores_LBKS: Tensor | None
+    ) -> None:
+        """Copy one layer's entries from these slots of `source`, where they are positions, to the
+        first `budget`.
+        """
         from_BKSD = from_BKS[..., None].expand(-1, -1, -1, self.config.head_dim)
         self.k_LBKSD[layer][:, :, : self.budget] = source.k_LBKSD[layer].gather(2, from_BKSD)
         self.v_LBKSD[layer][:, :, : self.budget] = source.v_LBKSD[layer].gather(2, from_BKSD)
@@ -119,14 +138,15 @@ class CompactCache(DraftCache):
         self.set_length(self.length_B + count_B)
 
     def write(self, source: KVCache, first_slot_B: Tensor, count_B: Tensor, width: int) -> None:
-        """Copy new tokens into their slots. A long chunk writes only its last `window` tokens: the earlier ones are
-        evicted by it, or are in their slots already.
+        """Copy new tokens into their slots. A long chunk writes only its last `window` tokens: the
+        earlier ones are evicted by it, or are in their slots already.
         """
         latest = min(width, self.window)
         index_BW = count_B.long()[:, None] - latest + torch.arange(latest, device=count_B.device)
         position_BW = self.length_B.long()[:, None] + index_BW
         slot_BW = self.ring_slots(position_BW)
-        slot_BW = torch.where(index_BW >= 0, slot_BW, self.capacity - 1)  # slots behind the valid ones are never read
+        # Slots behind the valid ones are never read.
+        slot_BW = torch.where(index_BW >= 0, slot_BW, self.capacity - 1)
         from_BW = (first_slot_B.long()[:, None] + index_BW).clamp(min=0)
         for ours, theirs in ((self.k_LBKSD, source.k_LBKSD), (self.v_LBKSD, source.v_LBKSD)):
             wide(ours)[:, self._rows_B1, :, slot_BW] = wide(theirs)[:, self._rows_B1, :, from_BW]
@@ -141,11 +161,15 @@ class CompactCache(DraftCache):
         if self.positions_LBKS is not None:
             slot_S = torch.arange(self.capacity, dtype=torch.int32, device=length_B.device)
             position_BS, free_BS = slot_S + self.shift_B[:, None], slot_S >= self.seqlens_B[:, None]
-            self.positions_LBKS.copy_(torch.where(free_BS[:, None], position_BS[:, None], self.positions_LBKS))
+            self.positions_LBKS.copy_(
+                torch.where(free_BS[:, None], position_BS[:, None], self.positions_LBKS)
+            )
 
 
 def wide(x: Tensor) -> Tensor:
-    """Return the same memory as fewer numbers, of 16 bytes where they fit: indexing moves them one by one."""
+    """Return the same memory as fewer numbers, of 16 bytes where they fit: indexing moves them one
+    by one.
+    """
     return x.view(torch.complex128) if x.shape[-1] * x.itemsize % 16 == 0 else x
 
 
@@ -156,7 +180,9 @@ class ScoredCache(CompactCache):
 
     @override
     def select(self, layer: int, source: KVCache, scores_LBKS: Tensor | None) -> Tensor:
-        """Select the highest pooled scores before the recent tokens; what the layer no longer sees comes last."""
+        """Select the highest pooled scores before the recent tokens; what the layer no longer sees
+        comes last.
+        """
         assert scores_LBKS is not None
         slot_S = torch.arange(scores_LBKS.shape[-1], device=scores_LBKS.device)
         recent_B1S = (slot_S >= source.seqlens_B[:, None] - self.window)[:, None]

@@ -1,7 +1,7 @@
 """The interface of a cache policy, and the common part of all draft caches.
 
-A policy decides which KV entries a draft keeps. To add one, subclass DraftCache in a module named like the
-policy (docs/adding-a-policy.md).
+A policy decides which KV entries a draft keeps. To add one, subclass DraftCache in a module named
+like the policy (docs/adding-a-policy.md).
 """
 
 from abc import abstractmethod
@@ -18,11 +18,14 @@ from magicdec.models.kv_cache import KVCache
 
 
 class DraftCache(KVCache):
-    """A cache with `length_B` committed tokens (int32) and, in its last valid slots, the proposals of this round."""
+    """A cache with `length_B` committed tokens (int32) and, in its last valid slots, the proposals
+    of this round.
+    """
 
     settings: CacheConfig  # the keys and the facts of the policy
     phases: int = 1  # kinds of rounds that take turns, each with its own static shape
-    observes: int = 0  # of the last tokens, how many score the context before it is loaded: see `load`
+    # Of the last tokens, how many score the context before it is loaded: see `load`.
+    observes: int = 0
     per_row: ClassVar[dict[str, int]] = {**KVCache.per_row, "length_B": 0}
 
     def __init__(
@@ -40,11 +43,15 @@ class DraftCache(KVCache):
         self.set_up()
 
     def set_up(self) -> None:
-        """Allocate what a policy keeps in addition to keys and values; set `phases` and `observes`."""
+        """Allocate what a policy keeps in addition to keys and values; set `phases` and
+        `observes`.
+        """
 
     @classmethod
     def num_slots(cls, spec: CacheSpec, shares_target: bool) -> int:
-        """Return the slots per row to allocate, beyond the target's own where a draft shares them."""
+        """Return the slots per row to allocate, beyond the target's own where a draft shares
+        them.
+        """
         return 0 if shares_target else spec.capacity
 
     @classmethod
@@ -67,39 +74,49 @@ class DraftCache(KVCache):
         """Use the target's own entries where the policy keeps all of them."""
 
     def watch(self, verified: KVCache, phase: int) -> KVCache:
-        """Return the target's cache for a verification of this phase: itself, unless its attention is observed."""
+        """Return the target's cache for a verification of this phase: itself, unless its attention
+        is observed.
+        """
         return verified
 
     def reselect(self, attention: Attention) -> None:
-        """Select again as a step or a round does, for timing. Do nothing where the policy never selects."""
+        """Select again as a step or a round does, for timing. Do nothing where the policy never
+        selects.
+        """
 
     @abstractmethod
     def load(self, source: KVCache, scores_LBKS: Tensor | None = None) -> None:
-        """Keep the entries of a prefilled context that the policy selects. `source` is the target's own cache where it
-        drafts for itself. `scores_LBKS`, for a policy that observes, is the attention that each entry received.
+        """Keep the entries of a prefilled context that the policy selects. `source` is the target's
+        own cache where it drafts for itself. `scores_LBKS`, for a policy that observes, is the
+        attention that each entry received.
         """
 
     @abstractmethod
     def for_prefill(self, chunk: int) -> "DraftCache":
-        """Return an empty cache for an independent draft's prefill in chunks of `chunk` tokens. A policy that selects
-        from the whole context returns one of everything (`FullCache.like`), from which `adopt` selects.
+        """Return an empty cache for an independent draft's prefill in chunks of `chunk` tokens. A
+        policy that selects from the whole context returns one of everything (`FullCache.like`),
+        from which `adopt` selects.
         """
 
     def adopt(self, prefilled: "DraftCache", scores_LBKS: Tensor | None = None) -> None:
-        """Take over the entries of `for_prefill`'s cache after the prefill; see `load` for the scores."""
+        """Take over the entries of `for_prefill`'s cache after the prefill; see `load` for the
+        scores.
+        """
         self.load(prefilled, scores_LBKS)
 
     @abstractmethod
     def take(self, source: KVCache, first_slot_B: Tensor, count_B: Tensor, width: int) -> None:
         """Drop this round's proposals and commit `count_B` <= `width` tokens to each row.
 
-        Their entries are in `source`, in slots from `first_slot_B` on: the target's cache, which holds their exact
-        keys and values, or, for an independent draft, this cache itself.
+        Their entries are in `source`, in slots from `first_slot_B` on: the target's cache, which
+        holds their exact keys and values, or, for an independent draft, this cache itself.
         """
 
     @abstractmethod
     def set_length(self, length_B: Tensor) -> None:
-        """Mark `length_B` tokens as committed and none as proposed. Their entries are in place, or do not matter."""
+        """Mark `length_B` tokens as committed and none as proposed. Their entries are in place, or
+        do not matter.
+        """
 
     @override
     def clear_row(self, row: int) -> None:

@@ -1,7 +1,8 @@
-"""The common part of dynamic policies: they keep every entry, and each draft step reads a few of them by index.
+"""The common part of dynamic policies: they keep every entry, and each draft step reads a few of
+them by index.
 
-B rows, K KV heads, T new tokens, N selected slots, H query heads, D head dim. For self-speculation the entries are the
-target's own: nothing is copied, and the draft saves reading, not memory.
+B rows, K KV heads, T new tokens, N selected slots, H query heads, D head dim. For self-speculation
+the entries are the target's own: nothing is copied, and the draft saves reading, not memory.
 """
 
 from abc import abstractmethod
@@ -26,19 +27,25 @@ class DynamicCache(FullCache):
 
     @abstractmethod
     def select(self, layer: int, q_BTHD: Tensor, attention: Attention, plan: Any) -> Tensor:
-        """Return the committed slots for each KV head to read (B, K, N), negative where there are fewer."""
+        """Return the committed slots for each KV head to read (B, K, N), negative where there are
+        fewer.
+        """
 
     @override
     def attend(self, layer: int, q_BTHD: Tensor, attention: Attention, plan: Any) -> Tensor:
         selected_BKN = self.select(layer, q_BTHD, attention, plan)
-        proposed_BP = self.length_B.long()[:, None] + torch.arange(self.spec.gamma + 1, device=q_BTHD.device)
+        proposed_BP = self.length_B.long()[:, None] + torch.arange(
+            self.spec.gamma + 1, device=q_BTHD.device
+        )
         proposed_BKP = proposed_BP[:, None].expand(-1, selected_BKN.shape[1], -1)
         indices_BKN = torch.cat((selected_BKN, proposed_BKP), dim=-1)
         return attention.attend(q_BTHD, self.k_LBKSD[layer], self.v_LBKSD[layer], plan, indices_BKN)
 
     @override
     def read_B(self, num_new: int) -> Tensor:
-        """Return all valid slots, of a resting row too: what is selected there must not lie behind the end."""
+        """Return all valid slots, of a resting row too: what is selected there must not lie behind
+        the end.
+        """
         return self.seqlens_B + num_new
 
     @override
@@ -54,6 +61,8 @@ class DynamicCache(FullCache):
     def reselect(self, attention: Attention) -> None:
         """Select as one draft step does, in all layers."""
         config, dtype, device = self.config, self.k_LBKSD.dtype, self.k_LBKSD.device
-        q_BTHD = torch.zeros(self.num_rows, 1, config.num_heads, config.head_dim, dtype=dtype, device=device)
+        q_BTHD = torch.zeros(
+            self.num_rows, 1, config.num_heads, config.head_dim, dtype=dtype, device=device
+        )
         for layer, plan in enumerate(self.plan(attention, 1, dtype)):
             self.select(layer, q_BTHD, attention, plan)

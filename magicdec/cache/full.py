@@ -1,4 +1,6 @@
-"""The full cache: a draft that keeps everything. For self-speculation it is a view of the target's cache."""
+"""The full cache: a draft that keeps everything. For self-speculation it is a view of the target's
+cache.
+"""
 
 import torch
 from pydantic.dataclasses import dataclass
@@ -28,7 +30,9 @@ class FullCache(DraftCache):
 
     @classmethod
     def like(cls, other: DraftCache, entries: KVCache | None = None) -> "FullCache":
-        """Return a cache of everything of another one's sizes: an empty one, or one over these entries."""
+        """Return a cache of everything of another one's sizes: an empty one, or one over these
+        entries.
+        """
         k = other.k_LBKSD
         return FullCache.build(other.spec, other.config, other.num_rows, k.dtype, k.device, entries)
 
@@ -41,7 +45,9 @@ class FullCache(DraftCache):
     @override
     def num_bytes(self) -> int:
         """Return the bytes beyond those of the target's cache."""
-        return super().num_bytes - (0 if self.owns_storage else self.k_LBKSD.nbytes + self.v_LBKSD.nbytes)
+        return super().num_bytes - (
+            0 if self.owns_storage else self.k_LBKSD.nbytes + self.v_LBKSD.nbytes
+        )
 
     @override
     def load(self, source: KVCache, scores_LBKS: Tensor | None = None) -> None:

@@ -1,7 +1,8 @@
-"""H2O: heavy hitters, the entries with the most attention so far (Zhang et al. 2023, arXiv 2306.14048).
+"""H2O: heavy hitters, the entries with the most attention so far (Zhang et al. 2023, arXiv
+2306.14048).
 
-L layers, B rows, K KV heads, S slots of the source, C slots of this cache, D head dim, F heavy hitters, W tokens
-committed at a time, G = gamma draft steps of a round.
+L layers, B rows, K KV heads, S slots of the source, C slots of this cache, D head dim, F heavy
+hitters, W tokens committed at a time, G = gamma draft steps of a round.
 """
 
 from typing import Any, ClassVar
@@ -36,22 +37,30 @@ class H2O(CacheConfig):
 
 @POLICIES.register(H2O)
 class H2OCache(ScoredCache):
-    """Half of the budget for the entries with the largest accumulated attention, half for recent tokens.
+    """Half of the budget for the entries with the largest accumulated attention, half for recent
+    tokens.
 
-    At the prefill, every token of the context scores it, which takes a second pass over the prompt. Then the draft's
-    own steps add to the scores, except those of rejected proposals. A token that leaves the window replaces the
-    lightest heavy hitter if its score is higher. Evicted entries are lost. The authors evict after every token; here,
-    after every round. The last proposal of a round adds no scores, because the draft has not fed it.
+    At the prefill, every token of the context scores it, which takes a second pass over the prompt.
+    Then the draft's own steps add to the scores, except those of rejected proposals. A token that
+    leaves the window replaces the lightest heavy hitter if its score is higher. Evicted entries are
+    lost. The authors evict after every token; here, after every round. The last proposal of a round
+    adds no scores, because the draft has not fed it.
     """
 
-    per_row: ClassVar[dict[str, int]] = {**ScoredCache.per_row, "scores_LBKC": 1, "step_scores_GLBKC": 2}
+    per_row: ClassVar[dict[str, int]] = {
+        **ScoredCache.per_row,
+        "scores_LBKC": 1,
+        "step_scores_GLBKC": 2,
+    }
 
     @override
     def set_up(self) -> None:
         super().set_up()
         self.observes = self.spec.max_len  # the whole context
         self.scores_LBKC = torch.zeros(self.k_LBKSD.shape[:4], device=self.k_LBKSD.device)
-        self.step_scores_GLBKC = self.scores_LBKC.new_zeros(self.spec.gamma, *self.scores_LBKC.shape)
+        self.step_scores_GLBKC = self.scores_LBKC.new_zeros(
+            self.spec.gamma, *self.scores_LBKC.shape
+        )
         self._step = 0
 
     @override
@@ -59,7 +68,9 @@ class H2OCache(ScoredCache):
         return max(0, budget - self.spec.num_recent(self.spec.cache.budget))
 
     @override
-    def keep(self, layer: int, source: KVCache, from_BKS: Tensor, scores_LBKS: Tensor | None) -> None:
+    def keep(
+        self, layer: int, source: KVCache, from_BKS: Tensor, scores_LBKS: Tensor | None
+    ) -> None:
         """Copy the entries' scores, too."""
         super().keep(layer, source, from_BKS, scores_LBKS)
         assert scores_LBKS is not None
@@ -99,7 +110,8 @@ class H2OCache(ScoredCache):
         self._step = 0
 
     def _evict(self, count_B: Tensor, width: int) -> None:
-        """Let tokens that the window is about to lose compete with the heavy hitters, and note the new ones' scores.
+        """Let tokens that the window is about to lose compete with the heavy hitters, and note the
+        new ones' scores.
 
         A row that has not outgrown its budget loses nothing, and its slots stay in order.
         """
@@ -108,11 +120,15 @@ class H2OCache(ScoredCache):
         position_BW = self.length_B.long()[:, None] + index_W
         slot_BW = self.ring_slots(position_BW)
         lost_BW = committed_BW & (position_BW >= self.budget)
-        new_LBKW = self._of_slots(self.scores_LBKC, self.committed_slots_B.long()[:, None] + index_W)
+        new_LBKW = self._of_slots(
+            self.scores_LBKC, self.committed_slots_B.long()[:, None] + index_W
+        )
         worth_LBKC = self._worth(self.length_B + count_B)
         lost_LBKW = self._of_slots(worth_LBKC, slot_BW).masked_fill(~lost_BW[:, None], -2.0)
         best = torch.cat((worth_LBKC[..., :F], lost_LBKW), dim=-1).topk(F, dim=-1)
-        slot_BN = torch.cat((torch.arange(F, device=count_B.device).expand(self.num_rows, -1), slot_BW), dim=1)
+        slot_BN = torch.cat(
+            (torch.arange(F, device=count_B.device).expand(self.num_rows, -1), slot_BW), dim=1
+        )
         winner_LBKF = slot_BN[:, None].expand(*best.indices.shape[:3], -1).gather(3, best.indices)
         winner_LBKF = torch.where(lost_BW.any(1)[:, None, None], winner_LBKF, slot_BN[:, None, :F])
         self.scores_LBKC[..., :F] = self.scores_LBKC.gather(3, winner_LBKF)
@@ -125,10 +141,14 @@ class H2OCache(ScoredCache):
         self.scores_LBKC.scatter_(3, trash_BW[:, None].expand(new_LBKW.shape), new_LBKW)
 
     def _worth(self, position_B: Tensor) -> Tensor:
-        """Return the scores (L, B, K, C), negative where a token at `position_B` no longer sees the slot."""
+        """Return the scores (L, B, K, C), negative where a token at `position_B` no longer sees the
+        slot.
+        """
         if self.positions_LBKS is None:
             return self.scores_LBKC
-        first_LB = torch.stack([self.first_seen_B(layer, position_B) for layer in range(self.config.num_layers)])
+        first_LB = torch.stack(
+            [self.first_seen_B(layer, position_B) for layer in range(self.config.num_layers)]
+        )
         return self.scores_LBKC.masked_fill(self.positions_LBKS < first_LB[..., None, None], -1.0)
 
     def _of_slots(self, scores_LBKC: Tensor, slot_BW: Tensor) -> Tensor:

@@ -14,15 +14,23 @@ from magicdec.models.kv_cache import KVCache, Place, Reads
 
 
 class ObservedCache(KVCache):
-    """Another cache's entries and lengths, shared. `scores_LBKS` adds up the attention that each entry receives, over
-    the query heads of a KV head and over tokens.
+    """Another cache's entries and lengths, shared. `scores_LBKS` adds up the attention that each
+    entry receives, over the query heads of a KV head and over tokens.
     """
 
     def __init__(self, source: KVCache, num_layers: int | None = None):
         """Record the first `num_layers` layers; None: all."""
-        super().__init__(source.config, source.num_rows, 0, source.k_LBKSD.dtype, source.k_LBKSD.device)
-        self.k_LBKSD, self.v_LBKSD, self.seqlens_B = source.k_LBKSD, source.v_LBKSD, source.seqlens_B
-        self.scores_LBKS = torch.zeros(source.k_LBKSD[:num_layers].shape[:4], device=source.k_LBKSD.device)
+        super().__init__(
+            source.config, source.num_rows, 0, source.k_LBKSD.dtype, source.k_LBKSD.device
+        )
+        self.k_LBKSD, self.v_LBKSD, self.seqlens_B = (
+            source.k_LBKSD,
+            source.v_LBKSD,
+            source.seqlens_B,
+        )
+        self.scores_LBKS = torch.zeros(
+            source.k_LBKSD[:num_layers].shape[:4], device=source.k_LBKSD.device
+        )
         self.counted_BT: Tensor | None = None  # which of the new tokens count; None: all
         self.attention: Attention | None = None  # that was observed last
         self._is_clear = True
@@ -60,7 +68,9 @@ class ObservedCache(KVCache):
 
 
 class ReplayedCache(ObservedCache):
-    """A view for tokens whose entries are in the cache already: it has its own lengths, and nothing is written."""
+    """A view for tokens whose entries are in the cache already: it has its own lengths, and nothing
+    is written.
+    """
 
     def __init__(self, source: KVCache):
         super().__init__(source)

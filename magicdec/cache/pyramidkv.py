@@ -1,4 +1,5 @@
-"""PyramidKV: SnapKV's selection, with budgets that fall from layer to layer (Cai et al. 2024, arXiv 2406.02069).
+"""PyramidKV: SnapKV's selection, with budgets that fall from layer to layer (Cai et al. 2024, arXiv
+2406.02069).
 
 L layers, B rows, T tokens, K KV heads, S slots, D head dim.
 """
@@ -26,8 +27,9 @@ from magicdec.rules import STRICT, Count
 class PyramidKV(SnapKV):
     """SnapKV with budgets that fall over the layers, in the last one to 1 / `beta` of their mean.
 
-    As in the authors' code, a layer holds no more than the longest sequence, which leaves more to the later ones; and
-    sequences below twice the budget, without its recent tokens, get the same budget in all layers.
+    As in the authors' code, a layer holds no more than the longest sequence, which leaves more to
+    the later ones; and sequences below twice the budget, without its recent tokens, get the same
+    budget in all layers.
     """
 
     policy: str = "pyramidkv"
@@ -39,7 +41,9 @@ class PyramidKV(SnapKV):
 
     @override
     def budgets(self, spec: CacheSpec, num_layers: int) -> list[int]:
-        """Return the same recent tokens for all layers, and a falling number of selected entries."""
+        """Return the same recent tokens for all layers, and a falling number of selected
+        entries.
+        """
         window = self.window(spec)
         mean = self.budget - window
         is_uniform = spec.max_len <= self.budget or spec.max_len < 2 * mean
@@ -57,11 +61,13 @@ class LayerCache(SnapKVCache):
 
 @POLICIES.register(PyramidKV)
 class PyramidKVCache(DraftCache):
-    """A cache per layer. All keep the same recent tokens. The number of selected ones falls from about twice their mean
-    in the first layer to 1 / `beta` of it in the last: attention is wide in early layers and narrow in late ones.
+    """A cache per layer. All keep the same recent tokens. The number of selected ones falls from
+    about twice their mean in the first layer to 1 / `beta` of it in the last: attention is wide in
+    early layers and narrow in late ones.
 
-    `PyramidKV.budgets` is the schedule of the authors' code, which sets it by each prompt. Here the longest sequence of
-    the batch sets it, because shapes are static, and the layers' budgets add up exactly.
+    `PyramidKV.budgets` is the schedule of the authors' code, which sets it by each prompt. Here the
+    longest sequence of the batch sets it, because shapes are static, and the layers' budgets add up
+    exactly.
     """
 
     settings: PyramidKV
@@ -84,7 +90,10 @@ class PyramidKVCache(DraftCache):
         assert isinstance(settings, PyramidKV)
         window = settings.window(spec)
         return [
-            (replace(spec, cache=replace(settings, budget=budget, observation_window=window)), config.layers(i, i + 1))
+            (
+                replace(spec, cache=replace(settings, budget=budget, observation_window=window)),
+                config.layers(i, i + 1),
+            )
             for i, budget in enumerate(settings.budgets(spec, config.num_layers))
         ]
 

@@ -1,4 +1,5 @@
-"""The full context in few bits, recent tokens in full precision: the idea of QuantSpec (arXiv 2502.10424).
+"""The full context in few bits, recent tokens in full precision: the idea of QuantSpec (arXiv
+2502.10424).
 
 L layers, B rows, K KV heads, S slots, D head dim, W slots that are encoded at a time.
 """
@@ -27,7 +28,8 @@ SCALE = 4  # bytes of a group's scale and least value, each in half precision
 class Quantized(CacheConfig):
     """Every entry in `bits` bits; the latest ones as they are.
 
-    A scale is shared by `group_size` tokens of a feature of the keys, and by `group_size` features of a value.
+    A scale is shared by `group_size` tokens of a feature of the keys, and by `group_size` features
+    of a value.
     """
 
     policy: str = "quantized"
@@ -38,7 +40,9 @@ class Quantized(CacheConfig):
     @override
     def element_bytes(self, model: ModelConfig, exact: float) -> float:
         """Count a code, and its share of a scale: the mean of keys and values."""
-        return self.bits / 8 + SCALE / 2 * (1 / self.group_size + 1 / math.gcd(self.group_size, model.head_dim))
+        return self.bits / 8 + SCALE / 2 * (
+            1 / self.group_size + 1 / math.gcd(self.group_size, model.head_dim)
+        )
 
     @override
     def extra_bytes(self, spec: CacheSpec, model: ModelConfig, element_bytes: float) -> float:
@@ -50,10 +54,11 @@ class Quantized(CacheConfig):
 
 @POLICIES.register(Quantized)
 class QuantizedCache(FullCache):
-    """Everything in `bits` bits, but for at least the `budget` latest entries and the proposals: the target's own.
+    """Everything in `bits` bits, but for at least the `budget` latest entries and the proposals:
+    the target's own.
 
-    Entries are encoded a unit of slots at a time: whole groups of keys, and whole tiles, which are what kernels read.
-    Up to a unit more is therefore read in full precision.
+    Entries are encoded a unit of slots at a time: whole groups of keys, and whole tiles, which are
+    what kernels read. Up to a unit more is therefore read in full precision.
     """
 
     settings: Quantized
@@ -99,7 +104,8 @@ class QuantizedCache(FullCache):
 
     @override
     def take(self, source: KVCache, first_slot_B: Tensor, count_B: Tensor, width: int) -> None:
-        """Encode the units that the new entries complete: before a unit is complete, it is never read.
+        """Encode the units that the new entries complete: before a unit is complete, it is never
+        read.
 
         Where shapes must be static, encode those that they may complete, of every row.
         """

@@ -1,7 +1,7 @@
 """Quest: pages selected by a bound on the attention to them (Tang et al. 2024, arXiv 2406.10774).
 
-L layers, B rows, T new tokens, H query heads, D head dim, K KV heads, Q = T * H / K queries of a KV head, S slots,
-P pages, E entries of a page, N selected slots, W tokens committed at a time.
+L layers, B rows, T new tokens, H query heads, D head dim, K KV heads, Q = T * H / K queries of a KV
+head, S slots, P pages, E entries of a page, N selected slots, W tokens committed at a time.
 """
 
 from math import ceil
@@ -31,7 +31,9 @@ class Quest(CacheConfig):
     selects = "step"
 
     def num_pages(self, spec: CacheSpec) -> int:
-        """Return the pages of `page_size` entries, or smaller ones for a smaller budget, that cover the capacity."""
+        """Return the pages of `page_size` entries, or smaller ones for a smaller budget, that cover
+        the capacity.
+        """
         return ceil(spec.capacity / min(self.page_size, spec.kept))
 
     @override
@@ -44,17 +46,23 @@ class Quest(CacheConfig):
 
 @POLICIES.register(Quest)
 class QuestCache(DynamicCache):
-    """Pages of `page_size` entries whose keys lie within known bounds; each step reads budget / page_size pages.
+    """Pages of `page_size` entries whose keys lie within known bounds; each step reads budget /
+    page_size pages.
 
-    A page's largest possible product with a query follows from the least and the largest value of each feature, so that
-    2 / page_size of the keys are read to select. The last page is always read, as in the authors' kernels: the latest
-    tokens receive much attention, and few of them have a low bound. Queries that share a KV head (the paper's models
-    have none) select by the sum of their softmax over the bounds. The paper leaves the first two layers dense;
-    here all of them select. A budget below page_size makes smaller pages.
+    A page's largest possible product with a query follows from the least and the largest value of
+    each feature, so that 2 / page_size of the keys are read to select. The last page is always
+    read, as in the authors' kernels: the latest tokens receive much attention, and few of them have
+    a low bound. Queries that share a KV head (the paper's models have none) select by the sum of
+    their softmax over the bounds. The paper leaves the first two layers dense; here all of them
+    select. A budget below page_size makes smaller pages.
     """
 
     settings: Quest
-    per_row: ClassVar[dict[str, int]] = {**DynamicCache.per_row, "least_LBKPD": 1, "largest_LBKPD": 1}
+    per_row: ClassVar[dict[str, int]] = {
+        **DynamicCache.per_row,
+        "least_LBKPD": 1,
+        "largest_LBKPD": 1,
+    }
 
     @override
     def set_up(self) -> None:
@@ -62,21 +70,34 @@ class QuestCache(DynamicCache):
         config, spec = self.config, self.spec
         self.page_size = min(self.settings.page_size, self.budget)
         total = self.settings.num_pages(spec)
-        self.num_pages = total if spec.cache.budget >= spec.max_len else self.budget // self.page_size
+        self.num_pages = (
+            total if spec.cache.budget >= spec.max_len else self.budget // self.page_size
+        )
         shape = (config.num_layers, self.num_rows, config.num_kv_heads, total, config.head_dim)
-        self.least_LBKPD, self.largest_LBKPD = self.k_LBKSD.new_zeros(shape), self.k_LBKSD.new_zeros(shape)
+        self.least_LBKPD, self.largest_LBKPD = (
+            self.k_LBKSD.new_zeros(shape),
+            self.k_LBKSD.new_zeros(shape),
+        )
 
     @override
     def select(self, layer: int, q_BTHD: Tensor, attention: Attention, plan: Any) -> Tensor:
         first_seen_B1 = self.first_seen_B(layer, self.seqlens_B)[:, None]
-        first_B1, last_B1 = first_seen_B1 // self.page_size, (self.length_B[:, None] - 1) // self.page_size
+        first_B1, last_B1 = (
+            first_seen_B1 // self.page_size,
+            (self.length_B[:, None] - 1) // self.page_size,
+        )
         bounds = self.least_LBKPD[layer], self.largest_LBKPD[layer]
         share_BKP = attention.page_shares(q_BTHD, *bounds, first_B1[:, 0], last_B1[:, 0] + 1)
         older_BKN = attention.select_largest(share_BKP, first_B1, last_B1, self.num_pages - 1)
-        page_BKN = torch.cat((older_BKN, last_B1[..., None].expand(-1, older_BKN.shape[1], -1)), dim=-1)
+        page_BKN = torch.cat(
+            (older_BKN, last_B1[..., None].expand(-1, older_BKN.shape[1], -1)), dim=-1
+        )
         entry_E = torch.arange(self.page_size, device=q_BTHD.device)
-        slot_BKN = (page_BKN[..., None] * self.page_size + entry_E).flatten(2)  # negative where there is no page
-        read_BKN = (slot_BKN < self.length_B[:, None, None]) & (slot_BKN >= first_seen_B1[..., None])
+        # Negative where there is no page.
+        slot_BKN = (page_BKN[..., None] * self.page_size + entry_E).flatten(2)
+        read_BKN = (slot_BKN < self.length_B[:, None, None]) & (
+            slot_BKN >= first_seen_B1[..., None]
+        )
         return slot_BKN.masked_fill(~read_BKN, -1)
 
     @override
@@ -84,7 +105,9 @@ class QuestCache(DynamicCache):
         """Compute the bounds of all pages."""
         super().load(source, scores_LBKS)
         total, size = self.least_LBKPD.shape[3], self.page_size
-        behind_BS = torch.arange(total * size, device=self.length_B.device) >= self.length_B[:, None]
+        behind_BS = (
+            torch.arange(total * size, device=self.length_B.device) >= self.length_B[:, None]
+        )
         for layer in range(self.config.num_layers):
             k_BKSD = self.k_LBKSD[layer][:, :, : total * size]
             k_BKSD = F.pad(k_BKSD, (0, 0, 0, total * size - k_BKSD.shape[2]))
@@ -105,5 +128,7 @@ class QuestCache(DynamicCache):
             (self.least_LBKPD, "amin", float("inf")),
             (self.largest_LBKPD, "amax", -float("inf")),
         ):
-            bound_LBKPD.scatter_reduce_(3, page_LBKWD, new_LBKWD.masked_fill(rejected, ignored), name)
+            bound_LBKPD.scatter_reduce_(
+                3, page_LBKWD, new_LBKWD.masked_fill(rejected, ignored), name
+            )
         super().take(source, first_slot_B, count_B, width)

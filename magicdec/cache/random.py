@@ -1,4 +1,5 @@
-"""Entries chosen by chance: the control that every policy which looks at the text or at attention must beat.
+"""Entries chosen by chance: the control that every policy which looks at the text or at attention
+must beat.
 
 B rows, S slots of the source, F fixed slots.
 """
@@ -19,12 +20,15 @@ from magicdec.models.kv_cache import KVCache
 from magicdec.rules import STRICT, Count
 from magicdec.verification.sampling import Sampling, Use, uniform_BT
 
-LAYER_STRIDE = 1 << 32  # between the random numbers of two layers: more than any sequence has tokens
+# Between the random numbers of two layers: more than any sequence has tokens.
+LAYER_STRIDE = 1 << 32
 
 
 @dataclass(frozen=True, config=STRICT)
 class Random(CacheConfig):
-    """The first `num_sink` tokens, the `recent` latest ones, and a random choice of the prompt's others."""
+    """The first `num_sink` tokens, the `recent` latest ones, and a random choice of the prompt's
+    others.
+    """
 
     policy: str = "random"
     num_sink: Annotated[int, Field(ge=0)] = 0
@@ -36,16 +40,19 @@ class Random(CacheConfig):
     def mistakes(self, key: str) -> Iterator[str]:
         if self.budget <= self.num_sink:
             sinks = f"{key}.num_sink={self.num_sink}"
-            yield f"{key}.budget={self.budget}: must be above {sinks}, to hold the sinks and a recent token at least"
+            yield (
+                f"{key}.budget={self.budget}: must be above {sinks}, to hold the sinks and a recent"
+                " token at least"
+            )
 
 
 @POLICIES.register(Random)
 class RandomCache(CompactCache):
     """Sinks, entries drawn without replacement at the prefill, and a ring of recent tokens.
 
-    Recent tokens take at most half the budget. Each layer draws for itself, and all its KV heads keep the same entries.
-    A draw is a pure function of `seed`, the sequence's place in the run, the layer and the position, so that it depends
-    neither on the batch nor on the device.
+    Recent tokens take at most half the budget. Each layer draws for itself, and all its KV heads
+    keep the same entries. A draw is a pure function of `seed`, the sequence's place in the run, the
+    layer and the position, so that it depends neither on the batch nor on the device.
     """
 
     settings: Random
@@ -56,7 +63,9 @@ class RandomCache(CompactCache):
 
     @override
     def select(self, layer: int, source: KVCache, scores_LBKS: Tensor | None) -> Tensor:
-        """Select the sinks and the positions with the largest random numbers; what the layer no longer sees is last."""
+        """Select the sinks and the positions with the largest random numbers; what the layer no
+        longer sees is last.
+        """
         num_sink = min(self.settings.num_sink, self.num_fixed)
         slot_S = torch.arange(source.capacity, device=source.seqlens_B.device)
         number_BS = self._numbers_BS(layer, slot_S)

@@ -13,23 +13,29 @@ from magicdec.rules import STRICT, Count, must
 
 @dataclass(frozen=True, config=STRICT)
 class SnapKV(CacheConfig):
-    """Entries that the last `observation_window` prompt tokens attend to; scores averaged over `kernel` neighbours."""
+    """Entries that the last `observation_window` prompt tokens attend to; scores averaged over
+    `kernel` neighbours.
+    """
 
     policy: str = "snapkv"
     observation_window: Count = 32
-    kernel: Annotated[int, must("must be an odd number of at least 1", lambda k: k >= 1 and k % 2 == 1)] = 5
+    kernel: Annotated[
+        int, must("must be an odd number of at least 1", lambda k: k >= 1 and k % 2 == 1)
+    ] = 5
     compact = True
     selects = "prefill"
 
 
 @POLICIES.register(SnapKV)
 class SnapKVCache(ScoredCache):
-    """The entries that the prompt's last `observation_window` tokens attend to most, and as many recent tokens.
+    """The entries that the prompt's last `observation_window` tokens attend to most, and as many
+    recent tokens.
 
-    Scores are summed over the query heads of a KV head, so that each KV head keeps entries of its own, and averaged
-    over `kernel` neighbours, so that a selected entry keeps its surroundings. Recent tokens take at most half the
-    budget. The policy selects once: tokens that are generated pass through the ring of recent tokens. In the authors'
-    code they add to the budget, and each query head has entries of its own.
+    Scores are summed over the query heads of a KV head, so that each KV head keeps entries of its
+    own, and averaged over `kernel` neighbours, so that a selected entry keeps its surroundings.
+    Recent tokens take at most half the budget. The policy selects once: tokens that are generated
+    pass through the ring of recent tokens. In the authors' code they add to the budget, and each
+    query head has entries of its own.
     """
 
     settings: SnapKV

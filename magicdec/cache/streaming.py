@@ -33,7 +33,10 @@ class Streaming(Window):
     def mistakes(self, key: str) -> Iterator[str]:
         if self.budget <= self.num_sink:
             sinks = f"{key}.num_sink={self.num_sink}"
-            yield f"{key}.budget={self.budget}: must be above {sinks}, to hold the sinks and a window of at least 1"
+            yield (
+                f"{key}.budget={self.budget}: must be above {sinks}, to hold the sinks and a window"
+                " of at least 1"
+            )
 
     @override
     def extra_bytes(self, spec: CacheSpec, model: ModelConfig, element_bytes: float) -> float:
@@ -44,11 +47,13 @@ class Streaming(Window):
 
 @POLICIES.register(Streaming)
 class StreamingCache(WindowCache):
-    """`budget` committed entries a row and layer: num_sink first tokens and the budget - num_sink latest.
+    """`budget` committed entries a row and layer: num_sink first tokens and the budget - num_sink
+    latest.
 
-    With `in_cache_positions`, which the authors always use, the sinks' keys are rotated forward to sit right before the
-    window, so that the model never sees a distance beyond budget + gamma. Rotary embeddings depend on differences only,
-    so that one shift serves all sinks of a row. Otherwise positions are those of the text, like the target's.
+    With `in_cache_positions`, which the authors always use, the sinks' keys are rotated forward to
+    sit right before the window, so that the model never sees a distance beyond budget + gamma.
+    Rotary embeddings depend on differences only, so that one shift serves all sinks of a row.
+    Otherwise positions are those of the text, like the target's.
     """
 
     settings: Streaming
@@ -58,8 +63,13 @@ class StreamingCache(WindowCache):
     def set_up(self) -> None:
         super().set_up()
         self.inv_freq = rope_frequencies(self.config)[0].to(self.k_LBKSD.device)
-        # Sink keys at their true positions; the cache's own are rotated from these, so that errors do not add up.
-        self.sink_k_LBKND = self.k_LBKSD[:, :, :, : self.num_fixed].clone() if self.spec.in_cache_positions else None
+        # Sink keys at their true positions; the cache's own are rotated from these, so that errors
+        # do not add up.
+        self.sink_k_LBKND = (
+            self.k_LBKSD[:, :, :, : self.num_fixed].clone()
+            if self.spec.in_cache_positions
+            else None
+        )
 
     @override
     def fixed_slots(self, budget: int) -> int:
@@ -67,7 +77,9 @@ class StreamingCache(WindowCache):
 
     @override
     def load(self, source: KVCache, scores_LBKS: Tensor | None = None) -> None:
-        """Copy the sinks' unrotated keys from the source, where they are at the position where they were computed."""
+        """Copy the sinks' unrotated keys from the source, where they are at the position where they
+        were computed.
+        """
         if self.sink_k_LBKND is not None:
             self.sink_k_LBKND.copy_(source.k_LBKSD[:, :, :, : self.num_fixed])
         super().load(source, scores_LBKS)
@@ -98,4 +110,6 @@ class StreamingCache(WindowCache):
             self.k_LBKSD[:, :, :, : self.num_fixed] = rotate(self.sink_k_LBKND, cos, sin)
             if self.positions_LBKS is not None:
                 slot_N = torch.arange(self.num_fixed, device=length_B.device)
-                self.positions_LBKS[..., : self.num_fixed] = (slot_N + self.shift_B[:, None])[:, None]
+                self.positions_LBKS[..., : self.num_fixed] = (slot_N + self.shift_B[:, None])[
+                    :, None
+                ]

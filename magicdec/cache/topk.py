@@ -33,14 +33,19 @@ class TopK(CacheConfig):
 
 @POLICIES.register(TopK)
 class TopKCache(DynamicCache):
-    """The entries with the most attention from this very query: no other set of this size retains more of it.
+    """The entries with the most attention from this very query: no other set of this size retains
+    more of it.
 
-    It is impractical, because selecting them takes the full attention that a selection should save. It shows the best
-    that a budget can do.
+    It is impractical, because selecting them takes the full attention that a selection should save.
+    It shows the best that a budget can do.
     """
 
     @override
     def select(self, layer: int, q_BTHD: Tensor, attention: Attention, plan: Any) -> Tensor:
-        _, scores_BKS = attention.attend_scored(q_BTHD, self.k_LBKSD[layer], self.v_LBKSD[layer], plan)
+        _, scores_BKS = attention.attend_scored(
+            q_BTHD, self.k_LBKSD[layer], self.v_LBKSD[layer], plan
+        )
         length_B1 = self.length_B.long()[:, None]
-        return attention.select_largest(scores_BKS, torch.zeros_like(length_B1), length_B1, self.budget)
+        return attention.select_largest(
+            scores_BKS, torch.zeros_like(length_B1), length_B1, self.budget
+        )

@@ -1,9 +1,11 @@
 """Guided by verification: the draft reads the entries that the target has just attended to.
 
-The idea of SparseSpec's PillarAttn and of Vegas (https://github.com/platformxlab/vegas): a verification computes the
-attention over everything anyway, so that selecting by it needs no additional pass.
+The idea of SparseSpec's PillarAttn and of Vegas (https://github.com/platformxlab/vegas): a
+verification computes the attention over everything anyway, so that selecting by it needs no
+additional pass.
 
-L layers, B rows, T tokens of a verification, H query heads, D head dim, K KV heads, S slots, N selected slots.
+L layers, B rows, T tokens of a verification, H query heads, D head dim, K KV heads, S slots, N
+selected slots.
 """
 
 from collections.abc import Callable
@@ -45,7 +47,9 @@ class VerifyGuided(CacheConfig):
 
     @override
     def extra_bytes(self, spec: CacheSpec, model: ModelConfig, element_bytes: float) -> float:
-        """Count the indices of the selected entries, and the attention that a verification gives to every entry."""
+        """Count the indices of the selected entries, and the attention that a verification gives to
+        every entry.
+        """
         return all_kv_heads(model) * ((spec.kept + spec.gamma + 1) * INT64 + spec.capacity * FP32)
 
     @override
@@ -56,10 +60,11 @@ class VerifyGuided(CacheConfig):
 
 @POLICIES.register(VerifyGuided)
 class VerifyGuidedCache(DynamicCache):
-    """The entries that the last verification attended to most, and recent tokens, a quarter of the budget.
+    """The entries that the last verification attended to most, and recent tokens, a quarter of the
+    budget.
 
-    Selected again every `refresh` rounds, by the attention of all verified tokens; the first time by that of the
-    prompt's last `observation_window` tokens. Recent tokens move on in between.
+    Selected again every `refresh` rounds, by the attention of all verified tokens; the first time
+    by that of the prompt's last `observation_window` tokens. Recent tokens move on in between.
     """
 
     settings: VerifyGuided
@@ -70,8 +75,14 @@ class VerifyGuidedCache(DynamicCache):
         super().set_up()
         self.observes, self.phases = self.settings.observation_window, self.settings.refresh
         self.window = self.settings.window(self.spec)
-        # the selected slots, the recent ones, and those of proposals: the same in every step of a round
-        shape = (self.config.num_layers, self.num_rows, self.config.num_kv_heads, self.budget + self.spec.gamma + 1)
+        # the selected slots, the recent ones, and those of proposals: the same in every step of a
+        # round
+        shape = (
+            self.config.num_layers,
+            self.num_rows,
+            self.config.num_kv_heads,
+            self.budget + self.spec.gamma + 1,
+        )
         self.read_LBKN = torch.full(shape, -1, dtype=torch.int64, device=self.k_LBKSD.device)
         self._observed: ObservedCache | None = None
         self._is_fresh = False
@@ -80,7 +91,9 @@ class VerifyGuidedCache(DynamicCache):
     @override
     def num_bytes(self) -> int:
         """Return the bytes of the scores, too."""
-        return super().num_bytes + (0 if self._observed is None else self._observed.scores_LBKS.nbytes)
+        return super().num_bytes + (
+            0 if self._observed is None else self._observed.scores_LBKS.nbytes
+        )
 
     @override
     def watch(self, verified: KVCache, phase: int) -> KVCache:
@@ -112,7 +125,9 @@ class VerifyGuidedCache(DynamicCache):
         """Move the recent tokens on."""
         super().set_length(length_B)
         last_N = torch.arange(-self.window, self.spec.gamma + 1, device=length_B.device)
-        self.read_LBKN[..., self.budget - self.window :] = (length_B.long()[:, None] + last_N)[:, None]
+        self.read_LBKN[..., self.budget - self.window :] = (length_B.long()[:, None] + last_N)[
+            :, None
+        ]
 
     @override
     def select(self, layer: int, q_BTHD: Tensor, attention: Attention, plan: Any) -> Tensor:
@@ -125,7 +140,9 @@ class VerifyGuidedCache(DynamicCache):
 
     @override
     def attend(self, layer: int, q_BTHD: Tensor, attention: Attention, plan: Any) -> Tensor:
-        return attention.attend(q_BTHD, self.k_LBKSD[layer], self.v_LBKSD[layer], plan, self.read_LBKN[layer])
+        return attention.attend(
+            q_BTHD, self.k_LBKSD[layer], self.v_LBKSD[layer], plan, self.read_LBKN[layer]
+        )
 
     @override
     def reselect(self, attention: Attention) -> None:
@@ -133,9 +150,13 @@ class VerifyGuidedCache(DynamicCache):
         if self._observed is not None:
             self._refresh(self._observed.scores_LBKS, attention.select_largest)
 
-    def _refresh(self, scores_LBKS: Tensor, select_largest: Callable[[Tensor, Tensor, Tensor, int], Tensor]) -> None:
+    def _refresh(
+        self, scores_LBKS: Tensor, select_largest: Callable[[Tensor, Tensor, Tensor, int], Tensor]
+    ) -> None:
         """Choose among the entries before the recent ones, of what each layer still sees."""
         layers, count = range(len(self.read_LBKN)), self.budget - self.window
         first_LB = torch.stack([self.first_seen_B(layer, self.length_B) for layer in layers])
         older_B1 = self.length_B[:, None] - self.window
-        self.read_LBKN[..., :count] = select_largest(scores_LBKS, first_LB[..., None], older_B1, count)
+        self.read_LBKN[..., :count] = select_largest(
+            scores_LBKS, first_LB[..., None], older_B1, count
+        )

@@ -1,4 +1,6 @@
-"""A sliding window without sinks: the simplest policy, which shows what the sinks of `streaming` are for."""
+"""A sliding window without sinks: the simplest policy, which shows what the sinks of `streaming`
+are for.
+"""
 
 import torch
 from pydantic.dataclasses import dataclass
@@ -32,7 +34,9 @@ class WindowCache(CompactCache):
     @override
     def select(self, layer: int, source: KVCache, scores_LBKS: Tensor | None) -> Tensor:
         """Select the first tokens in every head."""
-        return torch.arange(self.num_fixed, device=self.length_B.device).expand(self.num_rows, 1, -1)
+        return torch.arange(self.num_fixed, device=self.length_B.device).expand(
+            self.num_rows, 1, -1
+        )
 
     @override
     def for_prefill(self, chunk: int) -> "WindowCache":

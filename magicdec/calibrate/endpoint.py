@@ -1,4 +1,6 @@
-"""Time a server with OpenAI's API: bursts of requests that decode together, at each number of users and context."""
+"""Time a server with OpenAI's API: bursts of requests that decode together, at each number of users
+and context.
+"""
 
 import asyncio
 from collections.abc import Sequence
@@ -39,18 +41,26 @@ class Burst(NamedTuple):
 
 
 def measure_server(url: str, overrides: Sequence[str]) -> Measured:
-    """Time the server at an address at scenario.concurrencies x scenario.length_shares of batch.context_len.
+    """Time the server at an address at scenario.concurrencies x scenario.length_shares of
+    batch.context_len.
 
-    Raise UserError for what engine=openai refuses, for a server that speculates, and for a machine without a datasheet.
+    Raise UserError for what engine=openai refuses, for a server that speculates, and for a machine
+    without a datasheet.
     """
     data = [] if any(text.startswith("data=") for text in overrides) else ["data=random"]
     plan = resolve(compose(["engine=openai", override("engine.url", url), *data, *overrides]))
     hardware, device_name, rates = asdict(plan.config.hardware), "", None
     if hardware["name"] in ("auto", CPU) and not (hardware["bandwidth_gbs"] and hardware["tflops"]):
         if not is_loopback(url):
-            raise UserError(f"hardware={hardware['name']}: name the server's machine, as in hardware=h200")
+            raise UserError(
+                f"hardware={hardware['name']}: name the server's machine, as in hardware=h200"
+            )
         here = this_machine([text for text in overrides if text.startswith("hardware")])
-        hardware, device_name, rates = asdict(here.config.hardware), here.device_name, rates_of(here)
+        hardware, device_name, rates = (
+            asdict(here.config.hardware),
+            here.device_name,
+            rates_of(here),
+        )
     dtype = hardware["dtype"] if hardware["dtype"] != "auto" else "bfloat16"
     rows, served = asyncio.run(_time_all(plan, ELEMENT_BYTES[dtype]))
     models = {plan.config.target.name: plan.target.config}
@@ -59,41 +69,69 @@ def measure_server(url: str, overrides: Sequence[str]) -> Measured:
 
 async def _time_all(plan: Plan, element_bytes: float) -> tuple[list[Row], str]:
     """Return the points of a server, and its description."""
-    scenario, batch, target = plan.config.settings(Serve), plan.config.batch, plan.config.target.name
+    scenario, batch, target = (
+        plan.config.settings(Serve),
+        plan.config.batch,
+        plan.config.target.name,
+    )
     tokenizer = build.tokenizer(plan)
-    contexts = sorted({max(1, round(share * batch.context_len)) for share in scenario.length_shares})
+    contexts = sorted(
+        {max(1, round(share * batch.context_len)) for share in scenario.length_shares}
+    )
     points = list(product(sorted(set(scenario.concurrencies)), contexts))
-    number = 1 + REPEATS * (1 + sum(users for users, _ in points))  # no server has seen any of them before
+    # No server has seen any of them before.
+    number = 1 + REPEATS * (1 + sum(users for users, _ in points))
     prompts = iter(build.prompts(plan, tokenizer, number, batch.context_len).tokens)
     servers = cast(Servable, load(plan))
     rows = []
-    async with servers.serving(servers.ways[0]) as address, Endpoint(address, tokenizer) as endpoint:
+    async with (
+        servers.serving(servers.ways[0]) as address,
+        Endpoint(address, tokenizer) as endpoint,
+    ):
         params = Params(batch.generate_len, Sampling.of(plan.config.sampling, 0))
         if await endpoint.learn(next(prompts), params):
-            raise UserError(f"{address.name}: the server speculates; a calibration needs one that does not")
+            raise UserError(
+                f"{address.name}: the server speculates; a calibration needs one that does not"
+            )
         with progress() as bars, bars.task("timing the server", total=len(points)) as task:
-            short = await _time(endpoint, [[next(prompts)[:PROBE_TOKENS]] for _ in range(REPEATS)], params)
+            short = await _time(
+                endpoint, [[next(prompts)[:PROBE_TOKENS]] for _ in range(REPEATS)], params
+            )
             for users, context in points:
                 bursts = [[next(prompts)[:context] for _ in range(users)] for _ in range(REPEATS)]
                 found = await _time(endpoint, bursts, params) if short else None
                 if short is None or found is None:
-                    to_stderr(f"warning: {users} requests of {context} tokens do not decode together; left out")
+                    to_stderr(
+                        f"warning: {users} requests of {context} tokens do not decode together;"
+                        " left out"
+                    )
                     continue
                 rows.append(_row(target, users, context, found, short, element_bytes))
                 task.advance(1)
         if not rows:
-            raise UserError(f"{address.name}: answers have too few chunks; set batch.generate_len above {MIN_STEPS}")
+            raise UserError(
+                f"{address.name}: answers have too few chunks; set batch.generate_len above"
+                f" {MIN_STEPS}"
+            )
         return rows, f"{endpoint.model} at {address.url}"
 
 
-async def _time(endpoint: Endpoint, bursts: Sequence[Sequence[list[int]]], params: Params) -> Burst | None:
-    """Return the medians of the bursts whose requests decode together for long enough; None if none does."""
+async def _time(
+    endpoint: Endpoint, bursts: Sequence[Sequence[list[int]]], params: Params
+) -> Burst | None:
+    """Return the medians of the bursts whose requests decode together for long enough; None if none
+    does.
+    """
     found = []
     for prompts in bursts:
         for max_tokens in (params.max_tokens, LONGER * params.max_tokens):
             jobs = [RequestSpec(prompt, Params(max_tokens, params.sampling)) for prompt in prompts]
-            requests, _ = await under_load(endpoint, jobs, Load("concurrency", len(jobs)), 0, lambda _: None)
-            failed = next((request.error for request in requests if request.error is not None), None)
+            requests, _ = await under_load(
+                endpoint, jobs, Load("concurrency", len(jobs)), 0, lambda _: None
+            )
+            failed = next(
+                (request.error for request in requests if request.error is not None), None
+            )
             if failed is not None:
                 raise endpoint.failure(failed)
             if burst := burst_of(cast(list[EndpointRequest], requests)):
@@ -103,7 +141,9 @@ async def _time(endpoint: Endpoint, bursts: Sequence[Sequence[list[int]]], param
 
 
 def burst_of(requests: Sequence[EndpointRequest]) -> Burst | None:
-    """Return the times of requests that were sent at once; None if too few steps decode all of them."""
+    """Return the times of requests that were sent at once; None if too few steps decode all of
+    them.
+    """
     begin = max(request.chunk_times[0] for request in requests)
     end = min(request.chunk_times[-1] for request in requests)
     steps, decoded = [], []
@@ -120,11 +160,14 @@ def burst_of(requests: Sequence[EndpointRequest]) -> Burst | None:
     return Burst(1e3 * first_s, 1e3 * median(steps), median(decoded))
 
 
-def _row(target: str, users: int, context: int, found: Burst, short: Burst, element_bytes: float) -> Row:
+def _row(
+    target: str, users: int, context: int, found: Burst, short: Burst, element_bytes: float
+) -> Row:
     """Return a point as a row to fit.
 
-    The first token of a request alone comes after its prefill, and after what the network and the server add. That is
-    known from a prompt so short that its prefill takes as long as a decode step.
+    The first token of a request alone comes after its prefill, and after what the network and the
+    server add. That is known from a prompt so short that its prefill takes as long as a decode
+    step.
     """
     prefill_ms = found.first_ms - short.first_ms + short.step_ms if users == 1 else None
     return Row(

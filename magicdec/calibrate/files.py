@@ -1,4 +1,6 @@
-"""Read timed points from files: runs of scenario=profile and scenario=serve, and results of load generators."""
+"""Read timed points from files: runs of scenario=profile and scenario=serve, and results of load
+generators.
+"""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -7,7 +9,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from magicdec.architectures import ModelConfig
-from magicdec.calibrate.steps import ELEMENT_BYTES, FIGURES, Measured, measured, rates_of, this_machine, timed_row
+from magicdec.calibrate.steps import (
+    ELEMENT_BYTES,
+    FIGURES,
+    Measured,
+    measured,
+    rates_of,
+    this_machine,
+    timed_row,
+)
 from magicdec.config.load import compose
 from magicdec.costmodel.hardware import CPU
 from magicdec.costmodel.tables import Row
@@ -40,15 +50,21 @@ Given = Callable[[], Source | None]  # that of the command line, evaluated only 
 
 
 def of_results(paths: Sequence[Path], overrides: Sequence[str]) -> Measured:
-    """Return the points of files, which must be of one machine. Overrides, if any, name the target and the machine."""
+    """Return the points of files, which must be of one machine. Overrides, if any, name the target
+    and the machine.
+    """
     given = cache(lambda: given_source(overrides) if overrides else None)
     parts = [
-        measured(rows, source.models, source.hardware, "", source.device_name, _rates(source), is_served)
+        measured(
+            rows, source.models, source.hardware, "", source.device_name, _rates(source), is_served
+        )
         for source, rows, is_served in [_of_file(path, given) for path in paths]
     ]
     machines = list(dict.fromkeys(part.machine.name for part in parts))
     if len(machines) > 1:
-        raise UserError(f"--results: of several machines ({', '.join(machines)}); calibrate one at a time")
+        raise UserError(
+            f"--results: of several machines ({', '.join(machines)}); calibrate one at a time"
+        )
     return parts[0]._replace(
         rows=[row for part in parts for row in part.rows],
         models={name: model for part in parts for name, model in part.models.items()},
@@ -62,13 +78,17 @@ def given_source(overrides: Sequence[str]) -> Source:
     plan = resolve(compose(["scenario=predict", "batch.context_len=64", *overrides]))
     hardware = asdict(plan.config.hardware)
     dtype = hardware["dtype"]
-    hardware["dtype"] = dtype if dtype != "auto" else "float32" if hardware["name"] == CPU else "bfloat16"
+    hardware["dtype"] = (
+        dtype if dtype != "auto" else "float32" if hardware["name"] == CPU else "bfloat16"
+    )
     name = plan.config.target.name
     return Source(name, {name: plan.target.config}, hardware)
 
 
 def _rates(source: Source) -> tuple[float, float] | None:
-    """Return the rates that this CPU reaches, if it was the one measured. A CPU has no datasheet here."""
+    """Return the rates that this CPU reaches, if it was the one measured. A CPU has no datasheet
+    here.
+    """
     if source.hardware.get("device") != "cpu" or any(source.hardware.get(key) for key in FIGURES):
         return None
     here = this_machine(["hardware=cpu"])
@@ -83,7 +103,9 @@ def _of_file(path: Path, given: Given) -> tuple[Source, list[Row], bool]:
     tool, levels = read_results(path)
     source = given()
     if source is None:
-        raise UserError(f"{path}: say what {tool} has measured, as in target=llama-3.1-8b hardware=h200")
+        raise UserError(
+            f"{path}: say what {tool} has measured, as in target=llama-3.1-8b hardware=h200"
+        )
     return source, [_row_of_load(level, source, path) for level in levels], True
 
 
@@ -95,11 +117,17 @@ def _of_run(folder: Path, given: Given) -> tuple[Source, list[Row], bool]:
     config = run["config"]
     named = given()
     if named is None and config.get("engine", {}).get("name") == "openai":
-        raise UserError(f"{folder}: name the server's machine, as in target=llama-3.1-8b hardware=h200")
+        raise UserError(
+            f"{folder}: name the server's machine, as in target=llama-3.1-8b hardware=h200"
+        )
     models = {
-        one["name"]: _architecture(one) for one in (config["target"], config["draft"].get("model")) if one is not None
+        one["name"]: _architecture(one)
+        for one in (config["target"], config["draft"].get("model"))
+        if one is not None
     }
-    source = named or Source(config["target"]["name"], models, config["hardware"], str(run.get("device", "")))
+    source = named or Source(
+        config["target"]["name"], models, config["hardware"], str(run.get("device", ""))
+    )
     if config["scenario"]["name"] == "profile":
         return source._replace(models=models | source.models), profile_rows(config, history), False
     levels = [level for line in history if (level := _level(line, run))]
@@ -110,25 +138,34 @@ def _of_run(folder: Path, given: Given) -> tuple[Source, list[Row], bool]:
 
 def _level(line: Mapping[str, Any], run: Mapping[str, Any]) -> LoadResult | None:
     """Return the autoregressive part of a line of the history of scenario=serve."""
-    metrics = {key.removeprefix(BASELINE): value for key, value in line.items() if key.startswith(BASELINE)}
+    metrics = {
+        key.removeprefix(BASELINE): value for key, value in line.items() if key.startswith(BASELINE)
+    }
     if not metrics.get("tokens_per_second"):
         return None
     batch = run["config"]["batch"]
     context_len = run.get("data/context_len_mean") or batch["context_len"]
-    return LoadResult(None, context_len, batch["generate_len"], line.get("concurrency"), line.get("rate"), metrics)
+    return LoadResult(
+        None, context_len, batch["generate_len"], line.get("concurrency"), line.get("rate"), metrics
+    )
 
 
 def _row_of_load(level: LoadResult, source: Source, where: Path) -> Row:
-    """Return a level of load as a row to fit. Raise UserError for one that says nothing about a decode step.
+    """Return a level of load as a row to fit. Raise UserError for one that says nothing about a
+    decode step.
 
-    By Little's law, rate x time per token is the number of requests that decode at a time. While one decodes a token,
-    others are prefilled: its time per token includes theirs.
+    By Little's law, rate x time per token is the number of requests that decode at a time. While
+    one decodes a token, others are prefilled: its time per token includes theirs.
     """
     metrics = level.metrics
     if level.speculation:
-        raise UserError(f"{where}: the server has speculated; a calibration needs one that does not")
+        raise UserError(
+            f"{where}: the server has speculated; a calibration needs one that does not"
+        )
     if not level.load:
-        raise UserError(f"{where}: bounds neither concurrency nor rate, so that nobody knows the batch")
+        raise UserError(
+            f"{where}: bounds neither concurrency nor rate, so that nobody knows the batch"
+        )
     if not metrics.get("time_per_output_token_ms"):
         raise UserError(f"{where}: has no time per output token; measure with streaming")
     step_ms = metrics["time_per_output_token_ms"]
@@ -146,21 +183,23 @@ def _row_of_load(level: LoadResult, source: Source, where: Path) -> Row:
         autoregressive_ms=step_ms,
         prompt_len=prompt_len,
         prefills=requests * step_ms / 1e3 * (1 - 1 / users if users else 1),
-        prefill_ms=metrics.get("time_to_first_token_ms") if users == 1 else None,  # otherwise it includes waiting
+        # Otherwise it includes waiting.
+        prefill_ms=metrics.get("time_to_first_token_ms") if users == 1 else None,
         element_bytes=source.element_bytes,
     )
 
 
 def profile_rows(config: Mapping[str, Any], history: Iterable[Mapping[str, Any]]) -> list[Row]:
-    """Return a row for every point of a run of scenario=profile, from its parsed config.yaml and history.jsonl.
+    """Return a row for every point of a run of scenario=profile, from its parsed config.yaml and
+    history.jsonl.
 
     Raise UserError for a draft that a row cannot describe.
     """
     draft, cache = config["draft"], config["cache"]
     if draft["name"] not in ("self", "model") or draft["quantization"] != "none":
         raise UserError(
-            f"draft={draft['name']} with draft.quantization={draft['quantization']}: a calibration needs draft=self or "
-            "draft=model, unquantized"
+            f"draft={draft['name']} with draft.quantization={draft['quantization']}: a calibration"
+            " needs draft=self or draft=model, unquantized"
         )
     known = {
         "target": config["target"]["name"],
@@ -175,5 +214,8 @@ def profile_rows(config: Mapping[str, Any], history: Iterable[Mapping[str, Any]]
 
 def _architecture(choice: Mapping[str, Any]) -> ModelConfig:
     if not choice.get("architecture"):
-        raise UserError(f"target={choice['name']} has no architecture in its configuration; take one that names it")
+        raise UserError(
+            f"target={choice['name']} has no architecture in its configuration; take one that"
+            " names it"
+        )
     return from_values(choice["architecture"])

@@ -1,4 +1,6 @@
-"""Time a few steps of our engine on this machine; timed points, wherever they come from, and the machine of them."""
+"""Time a few steps of our engine on this machine; timed points, wherever they come from, and the
+machine of them.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -22,16 +24,22 @@ FIGURES = ("bandwidth_gbs", "tflops")
 KEYS = ("device", "tensor_parallel", *FIGURES, "memory_gib")  # of the group hardware, in the option
 REPEATS = 5
 BUDGET = 256
-# Small and large models, because a small one's steps say little about weights. Rows, contexts, gammas.
+# Small and large models, because a small one's steps say little about weights. Rows, contexts,
+# gammas.
 TARGETS = {
     "cpu": (["target=tiny"], ["target=smollm2-135m", "target.weights=random"]),
-    "cuda": (["target=llama-3.2-1b", "target.weights=random"], ["target=llama-3.1-8b", "target.weights=random"]),
+    "cuda": (
+        ["target=llama-3.2-1b", "target.weights=random"],
+        ["target=llama-3.1-8b", "target.weights=random"],
+    ),
 }
 GRIDS = {"cpu": ((1, 4, 8), (1024, 4096), (2,)), "cuda": ((1, 8, 32), (2048, 8192), (1, 4))}
 
 
 def timed_row(point: Mapping[str, Any], **known: Any) -> Row:
-    """Return a point of a profile as a row to fit. A profile accepts no proposals: a round counts as one token."""
+    """Return a point of a profile as a row to fit. A profile accepts no proposals: a round counts
+    as one token.
+    """
     return Row(
         **{key: point[key] for key in ("context_len", "batch_size", "gamma")},
         draft_ms=point["gamma"] * point["time/draft_ms"],
@@ -65,26 +73,40 @@ def measured(
 ) -> Measured:
     """Return points of the machine that a group `hardware` describes.
 
-    `device_name` says which machine `hardware=auto` was. `rates` are the bytes and FLOPs per second that a device
-    without a datasheet reaches. Raise UserError if neither says what the machine could do.
+    `device_name` says which machine `hardware=auto` was. `rates` are the bytes and FLOPs per second
+    that a device without a datasheet reaches. Raise UserError if neither says what the machine
+    could do.
     """
     known, name = device_in(device_name), str(hardware["name"])
     if name == "auto":
-        name = known.name if known else CPU if hardware.get("device") == "cpu" else device_name or name
-    reached = zip(FIGURES, (round(rates[0] / 1e9, 2), round(rates[1] / 1e12, 4)), strict=True) if rates else ()
+        name = (
+            known.name if known else CPU if hardware.get("device") == "cpu" else device_name or name
+        )
+    reached = (
+        zip(FIGURES, (round(rates[0] / 1e9, 2), round(rates[1] / 1e12, 4)), strict=True)
+        if rates
+        else ()
+    )
     values: dict[str, Any] = {"name": name} | (dict(reached) if known is None else {})
     values |= {key: hardware[key] for key in KEYS if hardware.get(key) is not None}
-    start = None if name == CPU else Efficiency()  # of a CPU: its fractions so far, which have no tensor cores
+    # Of a CPU: its fractions so far, which have no tensor cores.
+    start = None if name == CPU else Efficiency()
     figures = {key: values.get(key) for key in (*FIGURES, "memory_gib")}
-    machine = configured(name, values.get("tensor_parallel", 1), **figures, efficiency=start, stack=OWN_STACK)
+    machine = configured(
+        name, values.get("tensor_parallel", 1), **figures, efficiency=start, stack=OWN_STACK
+    )
     if start is not None:
         start = replace(start, allreduce_hop_us=machine.device.link.hop_us)
         machine = replace(machine, efficiency=start)
-    return Measured([replace(row, hardware=name) for row in rows], models, machine, source, values, is_served)
+    return Measured(
+        [replace(row, hardware=name) for row in rows], models, machine, source, values, is_served
+    )
 
 
 def measure_here(overrides: Sequence[str]) -> Measured:
-    """Time a few steps on this machine, with the models of TARGETS or the target that `overrides` name."""
+    """Time a few steps on this machine, with the models of TARGETS or the target that `overrides`
+    name.
+    """
     rows: list[Row] = []
     models: dict[str, ModelConfig] = {}
     rates = []
@@ -92,22 +114,39 @@ def measure_here(overrides: Sequence[str]) -> Measured:
     own = any(text.startswith("target") for text in overrides)
     for target in [[]] if own else TARGETS[device]:
         points = list(product(*GRIDS[device]))
-        sizes = [f"batch.size={max(GRIDS[device][0])}", f"batch.context_len={max(GRIDS[device][1])}"]
-        plan = resolve(compose(["scenario=profile", f"cache.budget={BUDGET}", *sizes, *target, *overrides]))
+        sizes = [
+            f"batch.size={max(GRIDS[device][0])}",
+            f"batch.context_len={max(GRIDS[device][1])}",
+        ]
+        plan = resolve(
+            compose(["scenario=profile", f"cache.budget={BUDGET}", *sizes, *target, *overrides])
+        )
         models[plan.config.target.name] = plan.target.config
-        with progress() as bars, bars.task(f"timing {plan.config.target.name}", total=len(points)) as task:
+        with (
+            progress() as bars,
+            bars.task(f"timing {plan.config.target.name}", total=len(points)) as task,
+        ):
             rates.append(rates_of(plan))
             for point in time_plan(plan, bars, points):
                 rows.append(row_of(plan.config.target.name, point, BUDGET))
                 task.advance(1)
             rates.append(rates_of(plan))
     bandwidth, flops = (max(rate) for rate in zip(*rates, strict=True))
-    return measured(rows, models, asdict(plan.config.hardware), plan.device_name, plan.device_name, (bandwidth, flops))
+    return measured(
+        rows,
+        models,
+        asdict(plan.config.hardware),
+        plan.device_name,
+        plan.device_name,
+        (bandwidth, flops),
+    )
 
 
 def this_machine(overrides: Sequence[str]) -> Plan:
     """Return a plan for this machine. Overrides of the target are ignored."""
-    return resolve(compose(["target=tiny", *(text for text in overrides if not text.startswith("target"))]))
+    return resolve(
+        compose(["target=tiny", *(text for text in overrides if not text.startswith("target"))])
+    )
 
 
 def rates_of(plan: Plan) -> tuple[float, float]:
@@ -115,8 +154,12 @@ def rates_of(plan: Plan) -> tuple[float, float]:
     return read_bandwidth(plan.device), matmul_rate(plan.device, plan.dtype)
 
 
-def time_plan(plan: Plan, bars: Any, points: Iterable[tuple[int, int, int]]) -> Iterator[dict[str, Any]]:
-    """Yield the times of a round's steps over caches of noise, with the bytes of the plan's elements and weights."""
+def time_plan(
+    plan: Plan, bars: Any, points: Iterable[tuple[int, int, int]]
+) -> Iterator[dict[str, Any]]:
+    """Yield the times of a round's steps over caches of noise, with the bytes of the plan's
+    elements and weights.
+    """
     stored = BF16 if plan.in_bfloat16(plan.target) else None
     for point in time_points(build.engine(plan, bars), points, REPEATS):
         yield point | {"element_bytes": plan.dtype.itemsize, "weight_bytes": stored}
@@ -124,5 +167,13 @@ def time_plan(plan: Plan, bars: Any, points: Iterable[tuple[int, int, int]]) -> 
 
 def row_of(model: str, point: Mapping[str, Any], budget: int) -> Row:
     """Return a timed point of self-speculation over a streaming cache as a row to fit."""
-    known = {"target": model, "draft": "self", "policy": "streaming", "hardware": CPU, "kv_budget": budget}
-    return timed_row(point, **known, element_bytes=point["element_bytes"], weight_bytes=point["weight_bytes"])
+    known = {
+        "target": model,
+        "draft": "self",
+        "policy": "streaming",
+        "hardware": CPU,
+        "kv_budget": budget,
+    }
+    return timed_row(
+        point, **known, element_bytes=point["element_bytes"], weight_bytes=point["weight_bytes"]
+    )

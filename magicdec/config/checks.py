@@ -1,4 +1,5 @@
-"""Cross-field checks of a configuration: mistakes, and settings that are legal but probably not meant.
+"""Cross-field checks of a configuration: mistakes, and settings that are legal but probably not
+meant.
 
 Rules for single values are declared with their fields in schema.py.
 """
@@ -15,9 +16,11 @@ from magicdec.config.schema import Assumed, Compare, Config, Profile, Serve
 from magicdec.errors import UserError
 from magicdec.rules import did_you_mean
 
-# Names of environment variables with a value that nothing stores, such as HF_TOKEN; HF_TOKEN_PATH is none of them. A
-# shorter value may be anything.
-SECRET = re.compile(r"(?!.*_(PATH|FILE|DIR)$).*(KEY|TOKEN|SECRET|PASSWORD|PASSWD)S?(_|$)", re.IGNORECASE)
+# Names of environment variables with a value that nothing stores, such as HF_TOKEN; HF_TOKEN_PATH
+# is none of them. A shorter value may be anything.
+SECRET = re.compile(
+    r"(?!.*_(PATH|FILE|DIR)$).*(KEY|TOKEN|SECRET|PASSWORD|PASSWD)S?(_|$)", re.IGNORECASE
+)
 SHORTEST_SECRET = 8
 MOST_HOURS = 24  # of the requests of one level of load
 ONLY_AUTO = ("scenario.precision", "scenario.max_minutes")  # read with scenario.repeats=auto
@@ -26,7 +29,11 @@ ONLY_AUTO = ("scenario.precision", "scenario.max_minutes")  # read with scenario
 def validate(config: Config) -> None:
     """Raise UserError for the first mistake."""
     is_peer = config.engine.name != "native"
-    found = [*([_peer] if is_peer else []), *([_peers_draft] if is_peer and config.speculates else []), _run]
+    found = [
+        *([_peer] if is_peer else []),
+        *([_peers_draft] if is_peer and config.speculates else []),
+        _run,
+    ]
     if config.speculates:
         found += [_draft, _budget, _noise]
     for mistakes in found:
@@ -41,10 +48,16 @@ def warnings(config: Config) -> list[str]:
     context_len = config.batch.context_len
     is_ours = config.engine.name == "native"
     if is_ours and draft.is_target and not cache.has_budget and draft.quantization == "none":
-        found.append("cache=full with draft=self: the target drafts for itself over its own cache, which saves nothing")
+        found.append(
+            "cache=full with draft=self: the target drafts for itself over its own cache, which"
+            " saves nothing"
+        )
     for key, one in config.budgeted.items():
         if one.budget >= context_len:
-            found.append(f"{key}.budget={one.budget} holds all of batch.context_len={context_len}: it saves nothing")
+            found.append(
+                f"{key}.budget={one.budget} holds all of batch.context_len={context_len}: it saves"
+                " nothing"
+            )
     for name, value in (("top_k", sampling.top_k), ("top_p", sampling.top_p)):
         if sampling.temperature == 0 and value is not None:
             why = "at sampling.temperature=0 the likeliest token is taken"
@@ -53,7 +66,8 @@ def warnings(config: Config) -> list[str]:
 
 
 def refuse_unread(config: Config, overrides: Sequence[str]) -> list[str]:
-    """Raise UserError for an override without effect; return a line for each that only says how much is measured.
+    """Raise UserError for an override without effect; return a line for each that only says how
+    much is measured.
 
     Keys of `scenario` are of that kind: one command line may serve several scenarios.
     """
@@ -65,16 +79,24 @@ def refuse_unread(config: Config, overrides: Sequence[str]) -> list[str]:
 
 
 def unread(config: Config, overrides: Sequence[str]) -> list[str]:
-    """Return a line for each override without effect: on keys that the chosen options do not have or read."""
+    """Return a line for each override without effect: on keys that the chosen options do not have
+    or read.
+    """
     chosen = {"cache": config.cache.policy}
-    chosen |= {group: getattr(config, group).name for group in ("draft", "data", "engine", "scenario")}
+    chosen |= {
+        group: getattr(config, group).name for group in ("draft", "data", "engine", "scenario")
+    }
     found = []
     for override in overrides:
         group, _, key = override.lstrip("+").partition("=")[0].partition(".")
         option = chosen.get(group)
         if instead := config.scenario.at.get(f"{group}.{key}"):
-            found.append(f"{override} has no effect with scenario={config.scenario.name}; set {instead}")
-        elif f"{group}.{key}" in ONLY_AUTO and getattr(config.scenario, "repeats", "auto") != "auto":
+            found.append(
+                f"{override} has no effect with scenario={config.scenario.name}; set {instead}"
+            )
+        elif (
+            f"{group}.{key}" in ONLY_AUTO and getattr(config.scenario, "repeats", "auto") != "auto"
+        ):
             found.append(f"{override} has no effect without scenario.repeats=auto")
         elif key and option and key.partition(".")[0] not in read_keys(group, option):
             found.append(f"{override} has no effect with {group}={option}")
@@ -82,7 +104,8 @@ def unread(config: Config, overrides: Sequence[str]) -> list[str]:
 
 
 def refuse_secrets(given: Any, key: str = "") -> None:
-    """Raise UserError for a text that holds the value of an environment variable with the name of a secret.
+    """Raise UserError for a text that holds the value of an environment variable with the name of a
+    secret.
 
     `given` is what a run stores and logs: nested dictionaries and lists of texts, or overrides.
     """
@@ -104,16 +127,24 @@ def check_length(config: Config, longest: int) -> None:
     length = batch.context_len + batch.generate_len
     if length > longest:
         raise UserError(
-            f"batch.context_len={batch.context_len} + batch.generate_len={batch.generate_len} = {length} exceeds the "
-            f"target's maximum of {longest} tokens; batch.context_len={longest - batch.generate_len} would fit"
+            f"batch.context_len={batch.context_len} + batch.generate_len={batch.generate_len} ="
+            f" {length} exceeds the target's maximum of {longest} tokens;"
+            f" batch.context_len={longest - batch.generate_len} would fit"
         )
 
 
-def _run(config: Config) -> Iterator[str]:
-    """Yield values that are right by themselves and wrong together, apart from those of the draft."""
+def _run(config: Config) -> Iterator[str]:  # noqa: C901
+    """Yield values that are right by themselves and wrong together, apart from those of the
+    draft.
+    """
     data, scenario, corpus = config.data, config.scenario, CORPORA[config.data.name].facts
-    if isinstance(scenario, Compare) and scenario.repeats == "auto" and config.hardware.tensor_parallel > 1:
-        ranks = f"hardware.tensor_parallel={config.hardware.tensor_parallel}"  # each would stop by its own clock
+    if (
+        isinstance(scenario, Compare)
+        and scenario.repeats == "auto"
+        and config.hardware.tensor_parallel > 1
+    ):
+        # Each would stop by its own clock.
+        ranks = f"hardware.tensor_parallel={config.hardware.tensor_parallel}"
         yield f"scenario.repeats=auto: goes with one rank only, not with {ranks}; give a number"
     if isinstance(scenario, Assumed):
         yield from scenario.mistakes()
@@ -122,22 +153,37 @@ def _run(config: Config) -> Iterator[str]:
     if corpus.tasks and data.task is None:
         yield f"data.task=null: choose one, as in data.task={corpus.tasks[0]}"
     if data.task is not None and corpus.tasks is not None and data.task not in corpus.tasks:
-        valid = f"must be one of {', '.join(corpus.tasks)}" if corpus.tasks else f"data={data.name} has no tasks"
+        valid = (
+            f"must be one of {', '.join(corpus.tasks)}"
+            if corpus.tasks
+            else f"data={data.name} has no tasks"
+        )
         yield f"data.task={data.task}: {valid}{did_you_mean(data.task, corpus.tasks)}"
     yield from data.mistakes()
     if not isinstance(scenario, Serve):
         return
     if scenario.replays and not getattr(data, "arrival", None):
-        yield f"scenario.replays={scenario.replays}: data={data.name} has no times of arrival; set data.arrival=FIELD"
+        yield (
+            f"scenario.replays={scenario.replays}: data={data.name} has no times of arrival; set"
+            " data.arrival=FIELD"
+        )
     if scenario.slo and not any(scenario.bounds.values()):
-        yield f"scenario.slo={scenario.slo}: needs a bound, scenario.latency_ms or scenario.first_token_ms"
+        yield (
+            f"scenario.slo={scenario.slo}: needs a bound, scenario.latency_ms or"
+            " scenario.first_token_ms"
+        )
     if scenario.slo and config.hardware.tensor_parallel > 1 and not config.engine.parallel:
         yield f"scenario.slo={scenario.slo}: goes with one device; set hardware.tensor_parallel=1"
     if not any((scenario.concurrencies, scenario.rates, scenario.replays, scenario.slo)):
-        yield "scenario.concurrencies=[]: scenario=serve needs at least one of them, or of scenario.rates or replays"
+        yield (
+            "scenario.concurrencies=[]: scenario=serve needs at least one of them, or of"
+            " scenario.rates or replays"
+        )
     hours = scenario.num_requests / min(scenario.rates, default=math.inf) / 3600
     if hours > MOST_HOURS:
-        requests = f"scenario.num_requests={scenario.num_requests} would arrive within {hours:,.1f} hours"
+        requests = (
+            f"scenario.num_requests={scenario.num_requests} would arrive within {hours:,.1f} hours"
+        )
         yield f"scenario.rates={scenario.rates}: {requests}; at most {MOST_HOURS}"
 
 
@@ -146,9 +192,15 @@ def _peer(config: Config) -> Iterator[str]:
     engine, ranks = f"engine={config.engine.name}", config.hardware.tensor_parallel
     if config.scenario.name not in config.engine.scenarios:
         valid = " and ".join(f"scenario={name}" for name in config.engine.scenarios)
-        yield f"scenario.name={config.scenario.name}: {engine} goes with {valid} only; choose engine=native"
+        yield (
+            f"scenario.name={config.scenario.name}: {engine} goes with {valid} only; choose"
+            " engine=native"
+        )
     elif isinstance(config.scenario, Compare) and config.scenario.repeats == "auto":
-        yield f"scenario.repeats=auto: {engine} decodes all repeats of one way after the other; give a number"
+        yield (
+            f"scenario.repeats=auto: {engine} decodes all repeats of one way after the other; give"
+            " a number"
+        )
     if config.attention != "auto":
         yield f"attention={config.attention}: {engine} has attention of its own; leave it auto"
     if ranks > 1 and not (config.engine.parallel and config.scenario.serves):
@@ -160,19 +212,38 @@ def _peer(config: Config) -> Iterator[str]:
 
 def _peers_draft(config: Config) -> Iterator[str]:
     """Yield what engines other than ours cannot do with this draft."""
-    draft, engine, drafts = config.draft, f"engine={config.engine.name}", ("none", *config.engine.drafts)
+    draft, engine, drafts = (
+        config.draft,
+        f"engine={config.engine.name}",
+        ("none", *config.engine.drafts),
+    )
     if draft.name not in drafts:
-        yield f"draft.name={draft.name}: {engine} has no such draft; choose one of {', '.join(drafts)}"
+        yield (
+            f"draft.name={draft.name}: {engine} has no such draft; choose one of"
+            f" {', '.join(drafts)}"
+        )
     if config.engine.one_row and config.batch.size != 1:
-        yield f"batch.size={config.batch.size}: {engine} speculates on one row at a time; set it to 1, or draft=none"
+        yield (
+            f"batch.size={config.batch.size}: {engine} speculates on one row at a time; set it to"
+            " 1, or draft=none"
+        )
     if draft.is_model and config.cache.has_budget:
-        yield f"cache.policy={config.cache.policy}: {engine} keeps all of a draft's KV cache; choose cache=full"
+        yield (
+            f"cache.policy={config.cache.policy}: {engine} keeps all of a draft's KV cache; choose"
+            " cache=full"
+        )
     if draft.gamma == "auto":
         yield f"draft.gamma=auto: {engine} proposes as many tokens in every round; give a number"
     if draft.quantization != "none":
-        yield f"draft.quantization={draft.quantization}: {engine} drafts with the weights as they are; choose none"
+        yield (
+            f"draft.quantization={draft.quantization}: {engine} drafts with the weights as they"
+            " are; choose none"
+        )
     if draft.synthetic_acceptance is not None:
-        yield f"draft.synthetic_acceptance={draft.synthetic_acceptance}: {engine} measures acceptance; leave it null"
+        yield (
+            f"draft.synthetic_acceptance={draft.synthetic_acceptance}: {engine} measures"
+            " acceptance; leave it null"
+        )
 
 
 def _draft(config: Config) -> Iterator[str]:
@@ -180,9 +251,15 @@ def _draft(config: Config) -> Iterator[str]:
     draft, ranks = config.draft, config.hardware.tensor_parallel
     yield from draft.mistakes()
     if ranks > 1 and draft.gamma == "auto":  # each would choose by its own clock
-        yield f"draft.gamma=auto: goes with one rank only, not with hardware.tensor_parallel={ranks}; give a number"
+        yield (
+            f"draft.gamma=auto: goes with one rank only, not with hardware.tensor_parallel={ranks};"
+            " give a number"
+        )
     if ranks > 1 and draft.one_rank:
-        yield f"hardware.tensor_parallel={ranks}: draft={draft.name} goes with one rank only; set it to 1"
+        yield (
+            f"hardware.tensor_parallel={ranks}: draft={draft.name} goes with one rank only; set it"
+            " to 1"
+        )
 
 
 def _budget(config: Config) -> Iterator[str]:
@@ -200,7 +277,13 @@ def _noise(config: Config) -> Iterator[str]:
     """Yield what acceptance cannot be measured on."""
     if not config.scenario.measures_acceptance or config.draft.synthetic_acceptance is not None:
         return
-    sources = [f"{key}.weights=random" for key, model in config.models.items() if model.weights == "random"]
-    for source in [*sources, f"data={config.data.name}"] if CORPORA[config.data.name].facts.is_noise else sources:
+    sources = [
+        f"{key}.weights=random" for key, model in config.models.items() if model.weights == "random"
+    ]
+    for source in (
+        [*sources, f"data={config.data.name}"]
+        if CORPORA[config.data.name].facts.is_noise
+        else sources
+    ):
         valid = "set draft.synthetic_acceptance to a number from 0 to 1, or draft=none"
         yield f"{source}: acceptance cannot be measured on noise; {valid}"

@@ -1,7 +1,9 @@
-"""The bases of what is chosen by name: the keys that all choices of a group share, and the facts that others ask for.
+"""The bases of what is chosen by name: the keys that all choices of a group share, and the facts
+that others ask for.
 
-A choice is a frozen dataclass: its fields are its keys, with their rules; its class variables and methods are its
-facts. Caches allocate by these facts, and the cost model counts by them. Bytes are those of one row.
+A choice is a frozen dataclass: its fields are its keys, with their rules; its class variables and
+methods are its facts. Caches allocate by these facts, and the cost model counts by them. Bytes are
+those of one row.
 """
 
 import math
@@ -19,7 +21,8 @@ from magicdec.architectures import ModelConfig
 from magicdec.errors import UserError
 from magicdec.rules import STRICT, Count, Share, must
 
-Selects = Literal["never", "prefill", "round", "step"]  # round: once a round; step: in every draft step
+# Round: once a round; step: in every draft step.
+Selects = Literal["never", "prefill", "round", "step"]
 
 FP32, INT32, INT64 = 4, 4, 8  # bytes
 AUTO_GAMMAS = (1, 2, 3, 5, 8)  # what draft.gamma=auto chooses among: a captured round each
@@ -27,26 +30,35 @@ AUTO_GAMMAS = (1, 2, 3, 5, 8)  # what draft.gamma=auto chooses among: a captured
 
 @dataclass(frozen=True, config=STRICT)
 class CacheConfig:
-    """The cache of a draft: `policy` names a registered policy, and `budget` is its size in committed entries.
+    """The cache of a draft: `policy` names a registered policy, and `budget` is its size in
+    committed entries.
 
-    A policy is a subclass. It sets the facts below that differ for it, and declares its own keys as fields.
+    A policy is a subclass. It sets the facts below that differ for it, and declares its own keys as
+    fields.
     """
 
     policy: str = ""
     budget: int = 0
 
-    compact: ClassVar[bool] = False  # owns a copy of `budget` entries; others keep all, for a self-draft the target's
+    # Owns a copy of `budget` entries; others keep all, for a self-draft the target's.
+    compact: ClassVar[bool] = False
     reads_everything: ClassVar[bool] = False  # the budget does not limit what a draft step reads
     quantized: ClassVar[bool] = False  # a draft step reads codes
     selects: ClassVar[Selects] = "never"  # when it selects entries by their attention
-    needs_target: ClassVar[bool] = False  # works on the target's own cache, so no independent draft can use it
-    bounds_positions: ClassVar[bool] = False  # positions stay within the draft's trained context, however long the text
+    # Works on the target's own cache, so no independent draft can use it.
+    needs_target: ClassVar[bool] = False
+    # Positions stay within the draft's trained context, however long the text.
+    bounds_positions: ClassVar[bool] = False
     has_budget: ClassVar[bool] = True  # `budget` has an effect
 
     @classmethod
     def own_keys(cls) -> tuple[str, ...]:
         """Return the keys that this policy adds to those of all policies."""
-        return tuple(entry.name for entry in fields(cls) if entry.name not in CacheConfig.__dataclass_fields__)
+        return tuple(
+            entry.name
+            for entry in fields(cls)
+            if entry.name not in CacheConfig.__dataclass_fields__
+        )
 
     @classmethod
     def unread(cls) -> set[str]:
@@ -64,21 +76,29 @@ class CacheConfig:
         return 1
 
     def mistakes(self, key: str) -> Iterator[str]:
-        """Yield what is wrong with the values together; `key` is the group's own in the configuration."""
+        """Yield what is wrong with the values together; `key` is the group's own in the
+        configuration.
+        """
         if self.budget < 1 and self.has_budget:
             yield f"{key}.budget={self.budget}: must be at least 1"
 
-    def check(self, model: ModelConfig, ranks: int, shares_target: bool, key: str = "cache") -> None:
-        """Raise UserError where a draft of this model, divided over `ranks` ranks, cannot use the policy as `key`."""
+    def check(
+        self, model: ModelConfig, ranks: int, shares_target: bool, key: str = "cache"
+    ) -> None:
+        """Raise UserError where a draft of this model, divided over `ranks` ranks, cannot use the
+        policy as `key`.
+        """
         if self.needs_target and not shares_target:
             raise UserError(
-                f"{key}.policy={self.policy} reads the target's own cache, which an independent draft does not have; "
-                f"choose {key}.policy=streaming, or draft=self with cache.policy={self.policy}"
+                f"{key}.policy={self.policy} reads the target's own cache, which an independent"
+                f" draft does not have; choose {key}.policy=streaming, or draft=self with"
+                f" cache.policy={self.policy}"
             )
         if self.selects != "never" and ranks > model.num_kv_heads:
             raise UserError(
-                f"{key}.policy={self.policy} selects by the attention of all queries of a KV head, which more ranks "
-                f"({ranks}) than KV heads ({model.num_kv_heads}) divide; choose {key}.policy=streaming"
+                f"{key}.policy={self.policy} selects by the attention of all queries of a KV head,"
+                f" which more ranks ({ranks}) than KV heads ({model.num_kv_heads}) divide; choose"
+                f" {key}.policy=streaming"
             )
 
     def tokens_read(self, context: int) -> int:
@@ -86,7 +106,9 @@ class CacheConfig:
         return context if self.reads_everything else min(self.budget, context)
 
     def element_bytes(self, model: ModelConfig, exact: float) -> float:
-        """Return the bytes of an element of what a draft step reads; `exact` is that of the target's entries."""
+        """Return the bytes of an element of what a draft step reads; `exact` is that of the
+        target's entries.
+        """
         return exact
 
     def budgets(self, spec: "CacheSpec", num_layers: int) -> list[int]:
@@ -104,11 +126,13 @@ class CacheConfig:
 
 @plain_dataclass(frozen=True)
 class CacheSpec:
-    """A request for a draft's cache: the configuration group that describes it, and what the run adds.
+    """A request for a draft's cache: the configuration group that describes it, and what the run
+    adds.
 
-    `cache.budget` counts committed entries per sequence and layer; proposals live in slots beyond it. `max_len` is the
-    longest a sequence can become. `in_cache_positions` is set where a sequence may outgrow the draft's trained context.
-    `sequence` is the index in the run of row 0's sequence, for a policy that draws random numbers.
+    `cache.budget` counts committed entries per sequence and layer; proposals live in slots beyond
+    it. `max_len` is the longest a sequence can become. `in_cache_positions` is set where a sequence
+    may outgrow the draft's trained context. `sequence` is the index in the run of row 0's sequence,
+    for a policy that draws random numbers.
     """
 
     cache: CacheConfig
@@ -128,19 +152,27 @@ class CacheSpec:
         return self.max_len + self.gamma + 1
 
     def num_recent(self, wanted: int) -> int:
-        """Return the slots for recent tokens: at most half the budget, at least a round, which evicts older ones."""
+        """Return the slots for recent tokens: at most half the budget, at least a round, which
+        evicts older ones.
+        """
         return max(min(wanted, (self.cache.budget + 1) // 2), self.gamma + 1)
 
     def slots(self, num_layers: int, shares_target: bool) -> list[int]:
-        """Return the slots of each layer to allocate; `shares_target` where the target drafts for itself."""
+        """Return the slots of each layer to allocate; `shares_target` where the target drafts for
+        itself.
+        """
         if not self.cache.compact:
             return [0 if shares_target else self.capacity] * num_layers
-        return [min(budget, self.max_len) + self.gamma + 1 for budget in self.cache.budgets(self, num_layers)]
+        return [
+            min(budget, self.max_len) + self.gamma + 1
+            for budget in self.cache.budgets(self, num_layers)
+        ]
 
     def stored_bytes(self, model: ModelConfig, element_bytes: float, shares_target: bool) -> float:
         """Return the bytes that a draft's cache takes beyond the target's."""
         per_slot = model.kv_elements_per_token / model.num_layers * element_bytes
-        if self.cache.compact and model.sliding_window:  # slots are in no order: each stores its position
+        # Slots are in no order: each stores its position.
+        if self.cache.compact and model.sliding_window:
             per_slot += model.num_kv_heads * INT32
         entries = sum(self.slots(model.num_layers, shares_target)) * per_slot
         return entries + self.cache.extra_bytes(self, model, element_bytes)
@@ -169,23 +201,30 @@ class DraftConfig:
     """
 
     name: str = "none"
-    gamma: Annotated[Literal["auto"] | Annotated[int, Field(ge=0)], must("must be auto or at least 1")] = 0
+    gamma: Annotated[
+        Literal["auto"] | Annotated[int, Field(ge=0)], must("must be auto or at least 1")
+    ] = 0
     synthetic_acceptance: Share | None = None
     model: ModelChoice | None = None
     tensor_parallel: Count | None = None
     quantization: Literal["none", "int8", "int4"] = "none"
 
-    is_model: ClassVar[bool] = True  # a model over a KV cache; otherwise it has neither, and `cache` has no effect
+    # A model over a KV cache; otherwise it has neither, and `cache` has no effect.
+    is_model: ClassVar[bool] = True
     needs_model: ClassVar[bool] = False  # `model` names a model of its own
     shares_target: ClassVar[bool] = False  # `cache` is selected from the target's own entries
-    is_target: ClassVar[bool] = False  # the whole target proposes: with every entry, what it would decide
+    # The whole target proposes: with every entry, what it would decide.
+    is_target: ClassVar[bool] = False
     serves: ClassVar[bool] = False  # rows can change hands between rounds, as serving needs
-    pauses: ClassVar[bool] = True  # a round without proposals leaves it able to propose in the next one
+    # A round without proposals leaves it able to propose in the next one.
+    pauses: ClassVar[bool] = True
     one_rank: ClassVar[bool] = False  # works on one rank only
     is_predicted: ClassVar[bool] = True  # the cost model covers it
     listens: ClassVar[bool] = False  # it reads the target's hidden states, from the prefill on
-    keeps_entries: ClassVar[bool] = False  # its model has an entry of every token, from which `cache` is selected
-    label: ClassVar[str] = "{name}"  # the name under which acceptance is known; keys in braces are filled in
+    # Its model has an entry of every token, from which `cache` is selected.
+    keeps_entries: ClassVar[bool] = False
+    # The name under which acceptance is known; keys in braces are filled in.
+    label: ClassVar[str] = "{name}"
     title: ClassVar[str] = "draft {name}"  # how tables call it
 
     @classmethod
@@ -225,7 +264,9 @@ class DraftConfig:
         return {key: one for key, one in caches.items() if one.has_budget}
 
     def gammas(self, cache: CacheConfig) -> tuple[int, ...]:
-        """Return the gammas to use: for auto all that fit into the budgets; (0,) without a draft."""
+        """Return the gammas to use: for auto all that fit into the budgets; (0,) without a
+        draft.
+        """
         if self.name == "none":
             return (0,)
         if self.gamma != "auto":
@@ -239,7 +280,9 @@ class DraftConfig:
         return "draft.cache" if self.shares_target else "cache"
 
     def round_slots(self, gamma: int) -> int:
-        """Return the slots beyond its budget that the independent model's cache needs in a round."""
+        """Return the slots beyond its budget that the independent model's cache needs in a
+        round.
+        """
         return gamma + 1
 
     def assumed_model(self, target: ModelConfig) -> ModelConfig | None:
@@ -255,10 +298,16 @@ class DraftConfig:
         if self.gamma == 0:
             yield f"draft.gamma=0: must be auto or at least 1 with draft={self.name}"
         if self.needs_model and self.model is None:
-            valid = f"draft.name={self.name} needs one; choose draft={self.name} target@draft.model=NAME"
+            valid = (
+                f"draft.name={self.name} needs one; choose draft={self.name}"
+                " target@draft.model=NAME"
+            )
             yield f"draft.model=null: {valid}"
         if not self.is_model and self.quantization != "none":
-            yield f"draft.quantization={self.quantization}: draft={self.name} has no weights; choose none"
+            yield (
+                f"draft.quantization={self.quantization}: draft={self.name} has no weights; choose"
+                " none"
+            )
 
     def check(self, target: ModelConfig) -> None:
         """Raise UserError where the values do not suit the target."""
@@ -266,14 +315,17 @@ class DraftConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class EngineConfig:
-    """An engine. A subclass is a peer of ours: it declares its own keys, and says which drafts it has."""
+    """An engine. A subclass is a peer of ours: it declares its own keys, and says which drafts it
+    has.
+    """
 
     name: str = ""
     drafts: ClassVar[tuple[str, ...]] = ()
     one_row: ClassVar[bool] = False  # it speculates on one row at a time
     scenarios: ClassVar[tuple[str, ...]] = ("compare",)
     parallel: ClassVar[bool] = False  # its server divides the model by hardware.tensor_parallel
-    is_remote: ClassVar[bool] = False  # it runs elsewhere: of the models here, the target's tokenizer alone is read
+    # It runs elsewhere: of the models here, the target's tokenizer alone is read.
+    is_remote: ClassVar[bool] = False
 
     @classmethod
     def unread(cls) -> set[str]:
@@ -303,12 +355,17 @@ class DataConfig:
 
 @plain_dataclass(frozen=True)
 class Backend:
-    """A backend of attention. The work is a subclass of Attention: see magicdec/attention/base.py."""
+    """A backend of attention. The work is a subclass of Attention: see
+    magicdec/attention/base.py.
+    """
 
     name: str
-    device: Literal["cpu", "cuda"] | None = None  # the only kind of device that it runs on; None: any
-    priority: int | None = None  # attention=auto takes the usable backend with the highest; None: never
-    captured: bool = True  # a CUDA graph can capture it: one that reads lengths on the host cannot be
+    # The only kind of device that it runs on; None: any.
+    device: Literal["cpu", "cuda"] | None = None
+    # attention=auto takes the usable backend with the highest; None: never.
+    priority: int | None = None
+    # A CUDA graph can capture it: one that reads lengths on the host cannot be.
+    captured: bool = True
 
 
 @plain_dataclass(frozen=True)
@@ -319,10 +376,13 @@ class Corpus:
     keys: type[DataConfig] = DataConfig
     needs_path: bool = False
     tasks: tuple[str, ...] | None = ()  # None: `task` only names the prompts
-    is_noise: bool = False  # random tokens: nothing to measure acceptance on, and no tokenizer needed
+    # Random tokens: nothing to measure acceptance on, and no tokenizer needed.
+    is_noise: bool = False
     own_lengths: bool = False  # rows are as long as the user wrote them
-    origin: str = f"Python {platform.python_version()}"  # of a text without a path: the standard library's source
-    files_at: Callable[[Path, str], Mapping[str, Path]] | None = None  # finds the files at data.path, where it is read
+    # Of a text without a path: the standard library's source.
+    origin: str = f"Python {platform.python_version()}"
+    # Finds the files at data.path, where it is read.
+    files_at: Callable[[Path, str], Mapping[str, Path]] | None = None
     ignores: tuple[str, ...] = ()  # keys of all corpora that have no effect with it
 
     def unread(self) -> set[str]:

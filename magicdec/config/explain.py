@@ -1,4 +1,6 @@
-"""Turn the errors of Hydra and OmegaConf into one line that says what is wrong and what would be right."""
+"""Turn the errors of Hydra and OmegaConf into one line that says what is wrong and what would be
+right.
+"""
 
 import difflib
 import re
@@ -9,7 +11,12 @@ from typing import TypeVar
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    MissingMandatoryValue,
+    OmegaConfBaseException,
+)
 from yaml import YAMLError
 
 from magicdec.config.options import known_keys, unreadable, values_in
@@ -19,7 +26,8 @@ from magicdec.rules import SHORT, BadValue
 
 E = TypeVar("E", bound=BaseException)
 
-# OmegaConf's messages for a value that does not fit a key of Hydra's own (ours are plain), and what would fit.
+# OmegaConf's messages for a value that does not fit a key of Hydra's own (ours are plain), and what
+# would fit.
 MISFITS = {
     "converted to Integer": "must be a whole number",
     "not a valid bool|converted to Boolean": "must be true or false",
@@ -28,11 +36,14 @@ MISFITS = {
     "ListConfig": "must be a list, as in [a,b]",
 }
 
-# OmegaConf's internal errors where an override sets a key within a null, or merges a dictionary into one.
+# OmegaConf's internal errors where an override sets a key within a null, or merges a dictionary
+# into one.
 WITHIN_NULL = re.compile(r"Unexpected type: None|'NoneType' object has no attribute 'get'")
 
 # A defaults list that overrides a key as if it were a group, in the words of Hydra 1.3 and of 1.4.
-NOT_A_GROUP = re.compile(r"In '(.*)': (?:Could not override|Invalid Defaults List override) '/?(\w+)\b")
+NOT_A_GROUP = re.compile(
+    r"In '(.*)': (?:Could not override|Invalid Defaults List override) '/?(\w+)\b"
+)
 
 # Options that a Hydra plugin brings, and the extra that installs it.
 EXTRAS = {
@@ -44,7 +55,7 @@ EXTRAS = {
 }
 
 
-def explain(error: Exception, overrides: list[str]) -> str | None:
+def explain(error: Exception, overrides: list[str]) -> str | None:  # noqa: C901
     """Return one line about a mistake in the configuration; None for any other error."""
     if isinstance(error, UserError):
         return str(error)
@@ -56,8 +67,15 @@ def explain(error: Exception, overrides: list[str]) -> str | None:
     if isinstance(error, RecursionError):
         return f"{SHORT.repr(max(overrides, key=len, default=''))[1:-1]}: nested too deeply"
     if isinstance(error, OverrideParseException):
-        return f"{error.override}: not of the form key=value; a value with spaces, commas or brackets needs quotes"
-    if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options is not None:
+        return (
+            f"{error.override}: not of the form key=value; a value with spaces, commas or brackets"
+            " needs quotes"
+        )
+    if (
+        isinstance(error, MissingConfigException)
+        and error.missing_cfg_file
+        and error.options is not None
+    ):
         return _explain_option(error.missing_cfg_file, error.options, overrides)
     origin = _within(error, OmegaConfBaseException)
     if origin is not None:
@@ -94,9 +112,11 @@ def _explain_key(error: OmegaConfBaseException) -> str:
 
 
 def located(error: BadValue, hydra_cfg: DictConfig | None = None) -> str:
-    """Return the line about a value, with the file that it comes from, where that is the user's own.
+    """Return the line about a value, with the file that it comes from, where that is the user's
+    own.
 
-    `hydra_cfg` is Hydra's own part of the configuration; None: that of the job that is running, if any.
+    `hydra_cfg` is Hydra's own part of the configuration; None: that of the job that is running, if
+    any.
     """
     if hydra_cfg is None and HydraConfig.initialized():
         hydra_cfg = HydraConfig.get()  # type: ignore[assignment]
@@ -104,7 +124,10 @@ def located(error: BadValue, hydra_cfg: DictConfig | None = None) -> str:
     overrides = hydra_cfg.overrides.task if hydra_cfg is not None else []
     typed = {text.lstrip("+").partition("=")[0] for text in overrides}
     if error.key in ("experiment", "local"):
-        return f"{error.key}/{choices.get(error.key)}.yaml: must begin with the line `# @package _global_`"
+        return (
+            f"{error.key}/{choices.get(error.key)}.yaml: must begin with the line `# @package"
+            " _global_`"
+        )
     if error.type == "unknown":
         return unknown_key(error.key)
     parent, _, name = error.key.rpartition(".")
@@ -122,7 +145,9 @@ def located(error: BadValue, hydra_cfg: DictConfig | None = None) -> str:
 
 
 def unknown_key(key: str) -> str:
-    """Return the line about an unknown key, and suggest a sibling, or its namesake in another group."""
+    """Return the line about an unknown key, and suggest a sibling, or its namesake in another
+    group.
+    """
     keys, (parent, _, name) = list(known_keys()), key.rpartition(".")
     siblings = [known.rpartition(".")[2] for known in keys if known.rpartition(".")[0] == parent]
     if parent in keys and not siblings:
@@ -134,7 +159,10 @@ def unknown_key(key: str) -> str:
         return f"unknown key {key}; did you mean {meant}?"
     if not siblings:
         return f"unknown key {key}; see --help"
-    return f"unknown key {key}; {parent or 'there'} {'has' if parent else 'are'}: {', '.join(siblings)}"
+    return (
+        f"unknown key {key}; {parent or 'there'} {'has' if parent else 'are'}:"
+        f" {', '.join(siblings)}"
+    )
 
 
 def _explain_text(error: Exception, overrides: Sequence[str]) -> str | None:
@@ -145,16 +173,27 @@ def _explain_text(error: Exception, overrides: Sequence[str]) -> str | None:
     if "Could not override 'target@draft.model'" in text:
         return "target@draft.model: this draft has no model of its own; use draft=model"
     if (found := NOT_A_GROUP.match(text)) and found[2] in known_keys():
-        return f"{found[1]}.yaml: {found[2]} is a key and no group: write {found[2]}: VALUE below the defaults"
+        return (
+            f"{found[1]}.yaml: {found[2]} is a key and no group: write {found[2]}: VALUE below the"
+            " defaults"
+        )
     if "must be a string or a list" in text:
         return next(_not_an_option(overrides), text)
-    if found := re.match(r"Ambiguous value for argument '(.*)'|Sweep parameters '(.*)' requires", text):
-        return f"{found[1] or found[2]}: several values need -m; a list is written [a,b], a text \"key='a,b'\""
+    if found := re.match(
+        r"Ambiguous value for argument '(.*)'|Sweep parameters '(.*)' requires", text
+    ):
+        return (
+            f"{found[1] or found[2]}: several values need -m; a list is written [a,b], a text"
+            " \"key='a,b'\""
+        )
     found = re.match(r"Multiple values for (\S+)\. To override a value use 'override (.*)'", text)
     if found and not any(typed.startswith("+") and found[1] in typed for typed in overrides):
         file = next((typed for typed in overrides if typed.startswith("experiment=")), "an option")
         return f"{file}: {found[1]} is chosen already; write `override /{found[2]}` in its defaults"
-    if found := re.match(r"Multiple values for (\S+)\.|Could not append to config. An item is already at '(.*)'", text):
+    if found := re.match(
+        r"Multiple values for (\S+)\.|Could not append to config. An item is already at '(.*)'",
+        text,
+    ):
         return f"{found[1] or found[2]} is there already: leave out the +"
     if found := re.search(r"use (\+\S+=\S+)", text):
         return f"{found[1][1:]}: write {'-m ' if found[1].startswith('+sweeps=') else ''}{found[1]}"
@@ -164,9 +203,11 @@ def _explain_text(error: Exception, overrides: Sequence[str]) -> str | None:
 
 
 def _explain_option(missing: str, options: Sequence[str], overrides: list[str]) -> str:
-    """Explain a missing option GROUP/OPTION: name the options of its group and its folders, or what installs it.
+    """Explain a missing option GROUP/OPTION: name the options of its group and its folders, or what
+    installs it.
 
-    It is called as on the command line, which may say more than group and name: target@draft.model=NAME.
+    It is called as on the command line, which may say more than group and name:
+    target@draft.model=NAME.
     """
     group, _, option = missing.rpartition("/")
     typed = f"{group}={option}"
@@ -178,15 +219,26 @@ def _explain_option(missing: str, options: Sequence[str], overrides: list[str]) 
             group, option, typed = name, within, f"{key}={within}"
     if extra := EXTRAS.get(f"{group}={option}"):
         return f"{typed}: needs pip install 'magicdec[{extra}]'"
-    within_group = (path.relative_to(CONF / group).with_suffix("") for path in (CONF / group).glob("*/**/*.yaml"))
-    return f"{typed}: {_no_such_option(option, [*options, *sorted(path.as_posix() for path in within_group)])}"
+    within_group = (
+        path.relative_to(CONF / group).with_suffix("")
+        for path in (CONF / group).glob("*/**/*.yaml")
+    )
+    return (
+        f"{typed}:"
+        f" {_no_such_option(option, [*options, *sorted(path.as_posix() for path in within_group)])}"
+    )
 
 
 def _no_such_option(option: str, options: Sequence[str]) -> str:
-    """Return the end of an error: all options and the closest one, compared by its last part too."""
+    """Return the end of an error: all options and the closest one, compared by its last part
+    too.
+    """
     names = {name.rpartition("/")[2]: name for name in options} | {name: name for name in options}
     close = difflib.get_close_matches(option, names, n=1, cutoff=0.7)
-    return f"no such option; one of: {', '.join(options)}{f'; did you mean {names[close[0]]}?' if close else ''}"
+    return (
+        "no such option; one of:"
+        f" {', '.join(options)}{f'; did you mean {names[close[0]]}?' if close else ''}"
+    )
 
 
 def _within(error: BaseException | None, kind: type[E]) -> E | None:
@@ -197,7 +249,9 @@ def _within(error: BaseException | None, kind: type[E]) -> E | None:
 
 
 def _within_null(overrides: Sequence[str]) -> Iterator[str]:
-    """Explain the overrides that may have set a key within a null: those of groups that need not be there."""
+    """Explain the overrides that may have set a key within a null: those of groups that need not be
+    there.
+    """
     groups = {key.rpartition(".")[0] for key in known_keys()}
     nothing = "nothing can be set in it from the command line"
     for override in overrides:
@@ -216,4 +270,7 @@ def _not_an_option(overrides: Sequence[str]) -> Iterator[str]:
     for override in overrides:
         key, _, value = override.lstrip("+").partition("=")
         if (CONF / key).is_dir() and not re.match(r"[A-Za-z]", value.replace("null", "")):
-            yield f"{override}: {_no_such_option(value, sorted(path.stem for path in (CONF / key).glob('*.yaml')))}"
+            yield (
+                f"{override}:"
+                f" {_no_such_option(value, sorted(path.stem for path in (CONF / key).glob('*.yaml')))}"  # noqa: E501
+            )

@@ -33,7 +33,9 @@ def choose_behaviour() -> None:
 
 @contextmanager
 def initialized(conf: Path) -> Iterator[None]:
-    """Initialize Hydra with a folder, also within an app that has initialized it for itself, and goes on with that."""
+    """Initialize Hydra with a folder, also within an app that has initialized it for itself, and
+    goes on with that.
+    """
     version = VersionBase.instance()
     behaviour, app = version.version_base, GlobalHydra.instance().hydra
     asked: dict[str, Any] = {"version_base": BEHAVIOUR} if IS_1_3 else {}

@@ -1,7 +1,8 @@
 """`magicdec schema FOLDER`: JSON schemas by which an editor completes and checks conf/.
 
-Write a schema for each group. They come from the classes that check a run, with those of installed plugins and of the
-named modules. They admit what Hydra fills in: `defaults`, ${...} and ???, and keys that are left to another option.
+Write a schema for each group. They come from the classes that check a run, with those of installed
+plugins and of the named modules. They admit what Hydra fills in: `defaults`, ${...} and ???, and
+keys that are left to another option.
 """
 
 import argparse
@@ -26,9 +27,13 @@ DEFAULTS = {"type": "array", "items": {"type": ["string", "object"]}}
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the schemas, print VS Code's setting for them, and return the exit code."""
-    parser = argparse.ArgumentParser("magicdec schema", description=(__doc__ or "").split("\n\n")[1])
+    parser = argparse.ArgumentParser(
+        "magicdec schema", description=(__doc__ or "").split("\n\n")[1]
+    )
     parser.add_argument("folder", type=Path, help="where to write GROUP.json")
-    parser.add_argument("modules", nargs="*", metavar="MODULE", help="plugins, as in plugins=[MODULE]")
+    parser.add_argument(
+        "modules", nargs="*", metavar="MODULE", help="plugins, as in plugins=[MODULE]"
+    )
     options = parser.parse_args(arguments)
     return exit_code(lambda: _write(options.folder, options.modules))
 
@@ -40,18 +45,31 @@ def _write(folder: Path, modules: Sequence[str]) -> int:
     for group, schema in schemas().items():
         file = folder / f"{group}.json"
         file.write_text(json.dumps(schema, indent=1) + "\n", encoding="utf-8")
-        places[file.as_posix()] = f"conf/{group}.yaml" if group == "config" else f"conf/{group}/**/*.yaml"
+        places[file.as_posix()] = (
+            f"conf/{group}.yaml" if group == "config" else f"conf/{group}/**/*.yaml"
+        )
     print(json.dumps({"yaml.schemas": places}, indent=2))
     return 0
 
 
 def schemas() -> dict[str, Schema]:
-    """Return the schema of each group; those of `config`, `experiment` and `local` are of a whole run."""
+    """Return the schema of each group; those of `config`, `experiment` and `local` are of a whole
+    run.
+    """
     kinds = get_type_hints(Config, include_extras=True)
     groups = {name: group_schema(name, kind) for name, kind in kinds.items()}
-    definitions = {name: one for schema in groups.values() for name, one in schema.pop("$defs", {}).items()}
-    keys = {name: one if "properties" in one else {"anyOf": [one, LATER]} for name, one in groups.items()}
-    whole = {"type": "object", "properties": keys | {"hydra": {}, "defaults": DEFAULTS}, "additionalProperties": False}
+    definitions = {
+        name: one for schema in groups.values() for name, one in schema.pop("$defs", {}).items()
+    }
+    keys = {
+        name: one if "properties" in one else {"anyOf": [one, LATER]}
+        for name, one in groups.items()
+    }
+    whole = {
+        "type": "object",
+        "properties": keys | {"hydra": {}, "defaults": DEFAULTS},
+        "additionalProperties": False,
+    }
     found = {name: schema for name, schema in groups.items() if "properties" in schema}
     found |= dict.fromkeys(("config", "experiment", "local"), whole)
     return {name: schema | {"$defs": definitions} for name, schema in found.items()}
@@ -82,7 +100,12 @@ def _chosen(attribute: str, choices: dict[str, Schema]) -> Schema:
         schema["properties"][attribute] = {"const": choice}
         rules.append({"if": of_choice, "then": schema})
     properties[attribute] = {"enum": [*choices]}
-    whole = {"type": "object", "properties": properties, "additionalProperties": False, "allOf": rules}
+    whole = {
+        "type": "object",
+        "properties": properties,
+        "additionalProperties": False,
+        "allOf": rules,
+    }
     return whole | {"$defs": definitions}
 
 
@@ -93,9 +116,13 @@ def _of(kind: Any) -> Schema:
 
 def _open(schema: Schema) -> Schema:
     """Return a schema whose keys may all be missing, or come later."""
-    found = {key: value for key, value in schema.items() if key not in ("required", "default", "title")}
+    found = {
+        key: value for key, value in schema.items() if key not in ("required", "default", "title")
+    }
     if "properties" in found:
-        found["properties"] = {key: {"anyOf": [_open(one), LATER]} for key, one in found["properties"].items()}
+        found["properties"] = {
+            key: {"anyOf": [_open(one), LATER]} for key, one in found["properties"].items()
+        }
         found["properties"]["defaults"] = DEFAULTS
     if "architecture" in found.get("properties", {}):  # the name of a config.json, too
         found["properties"]["architecture"]["anyOf"].append({"type": "string"})

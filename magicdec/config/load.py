@@ -24,7 +24,8 @@ from magicdec.config.search_path import add_own_options
 from magicdec.errors import UserError
 from magicdec.rules import BadValue, parse
 
-# Hydra takes any key in the groups: jobs of a sweep over a group's options may set keys of all of them.
+# Hydra takes any key in the groups: jobs of a sweep over a group's options may set keys of all of
+# them.
 NAMES = [key for key, of in get_type_hints(Config).items() if is_dataclass(of) or key in OPEN]
 SCHEMA = OmegaConf.create({name: {} for name in NAMES})
 for group in SCHEMA:
@@ -33,7 +34,9 @@ ConfigStore.instance().store(name="magicdec_schema", node=SCHEMA, provider="magi
 
 
 def _head_name(path: str | None, bundled: str) -> str:
-    """Return the last part of a head's path; for the head that ships with its target, the name `bundled`."""
+    """Return the last part of a head's path; for the head that ships with its target, the name
+    `bundled`.
+    """
     return bundled if path is None or path.startswith("magicdec/models/") else PurePath(path).name
 
 
@@ -44,9 +47,9 @@ register_resolver("magicdec.head_name", _head_name)  # of conf/draft/eagle3.yaml
 def load(cfg: DictConfig, hydra_cfg: DictConfig | None = None) -> Config:
     """Return a composed configuration as typed, valid and frozen objects.
 
-    `hydra_cfg` is Hydra's own part of it: what was typed, which options were chosen, and where they are. Import plugins
-    first. Leave out keys of options that are not chosen. Raise UserError for unknown keys, wrong types, and what
-    `validate` finds, and OmegaConf's errors for missing values.
+    `hydra_cfg` is Hydra's own part of it: what was typed, which options were chosen, and where they
+    are. Import plugins first. Leave out keys of options that are not chosen. Raise UserError for
+    unknown keys, wrong types, and what `validate` finds, and OmegaConf's errors for missing values.
     """
     plain: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     refuse_secrets(plain)
@@ -67,7 +70,9 @@ def load(cfg: DictConfig, hydra_cfg: DictConfig | None = None) -> Config:
 
 
 def _refuse_unknown(typed: Sequence[str]) -> None:
-    """Raise UserError for a typed key that no option has. What follows imports PyTorch, and finds the others."""
+    """Raise UserError for a typed key that no option has. What follows imports PyTorch, and finds
+    the others.
+    """
     for text in typed:
         key = text.lstrip("+~").partition("=")[0]
         group, _, name = key.removeprefix("draft.cache.").partition(".")
@@ -110,7 +115,9 @@ def _keep_own_keys(plain: dict[str, Any], group: str, key: str) -> None:
 
 
 def compose(overrides: Sequence[str]) -> Config:
-    """Return conf/ with these overrides, for programs without Hydra's command line. Raise UserError for mistakes."""
+    """Return conf/ with these overrides, for programs without Hydra's command line. Raise UserError
+    for mistakes.
+    """
     try:
         refuse_secrets(list(overrides))
         add_own_options()
@@ -119,7 +126,9 @@ def compose(overrides: Sequence[str]) -> Config:
         with open_dict(cfg):
             hydra_cfg = cfg.pop("hydra")
         if grid := hydra_cfg.runtime.choices.get("sweeps"):
-            raise UserError(f"+sweeps={grid}: a grid needs the command line, as in magicdec -m +sweeps={grid}")
+            raise UserError(
+                f"+sweeps={grid}: a grid needs the command line, as in magicdec -m +sweeps={grid}"
+            )
         return load(cfg, hydra_cfg)
     except Exception as error:
         explanation = explain(error, list(overrides))

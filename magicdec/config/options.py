@@ -1,4 +1,6 @@
-"""The options of conf/ without Hydra: what they set, the keys of a group, and the architectures that they name."""
+"""The options of conf/ without Hydra: what they set, the keys of a group, and the architectures
+that they name.
+"""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,7 +32,9 @@ def values_of(group: str, option: str) -> dict[str, Any]:
 
 @cache
 def values_in(file: Path) -> dict[str, Any]:
-    """Return what a file sets, after what its defaults do: its base, or as in /target@model: tiny."""
+    """Return what a file sets, after what its defaults do: its base, or as in /target@model:
+    tiny.
+    """
     content = _content(file)
     values: dict[str, Any] = {}
     for default in content.pop("defaults", []):
@@ -78,10 +82,11 @@ def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
 
 
 def architecture_of(name: str, folders: Iterable[Path], where: str) -> dict[str, Any]:
-    """Return the architecture in a config.json, by its name in one of these folders, or its path in the package.
+    """Return the architecture in a config.json, by its name in one of these folders, or its path in
+    the package.
 
-    Raise UserError, which begins with `where`, for a file that is missing or broken. Which tokens end a sequence is for
-    the checkpoint to say.
+    Raise UserError, which begins with `where`, for a file that is missing or broken. Which tokens
+    end a sequence is for the checkpoint to say.
     """
     for path in (*(folder / name for folder in folders), PACKAGE.parent / name):
         if path.is_file():
@@ -100,11 +105,14 @@ def _architecture_in(path: Path) -> dict[str, Any]:
     return TypeAdapter(ModelConfig).dump_python(architecture, mode="json")
 
 
-def complete_model(model: dict[str, Any], option: str | None, sources: Sequence[Path], key: str) -> None:
-    """Fill in the architecture of a composed model: that of the file it names, and what was changed of it.
+def complete_model(
+    model: dict[str, Any], option: str | None, sources: Sequence[Path], key: str
+) -> None:
+    """Fill in the architecture of a composed model: that of the file it names, and what was changed
+    of it.
 
-    `option` is that of the group `target` it was composed from, `sources` the folders that have such groups, and `key`
-    the model's own.
+    `option` is that of the group `target` it was composed from, `sources` the folders that have
+    such groups, and `key` the model's own.
     """
     given = model.get("architecture")
     places = [source / "target" for source in sources]
@@ -120,8 +128,8 @@ def complete_model(model: dict[str, Any], option: str | None, sources: Sequence[
 def keys_of_group(group: str) -> set[str]:
     """Return the keys of an open group that are known without PyTorch.
 
-    These are the keys that all choices have, those of the choices that were imported so far, and those that readable
-    files set.
+    These are the keys that all choices have, those of the choices that were imported so far, and
+    those that readable files set.
     """
     if group == "scenario":
         return {entry.name for keys in SCENARIOS.values() for entry in fields(keys)}
@@ -136,7 +144,9 @@ def keys_of_group(group: str) -> set[str]:
 
 
 def is_known(group: str, key: str) -> bool:
-    """Return whether any choice of an open group has a key. Files are read only for those that not all choices have."""
+    """Return whether any choice of an open group has a key. Files are read only for those that not
+    all choices have.
+    """
     common = registry.COMMON.get(group)
     if common and key in (entry.name for entry in fields(common)):
         return True

@@ -1,7 +1,8 @@
-"""The registries of what is chosen by name: cache policies, drafts, engines, attention backends, corpora.
+"""The registries of what is chosen by name: cache policies, drafts, engines, attention backends,
+corpora.
 
-A choice is one module, named like its option: cache=streaming is magicdec/cache/streaming.py, which is imported when
-the policy is first asked for, and registers itself:
+A choice is one module, named like its option: cache=streaming is magicdec/cache/streaming.py, which
+is imported when the policy is first asked for, and registers itself:
 
     @POLICIES.register(Streaming)  # its keys and facts, a subclass of CacheConfig
     class StreamingCache(CompactCache): ...
@@ -22,14 +23,22 @@ from typing import Annotated, Any, Generic, TypeVar
 from pydantic import PlainValidator, TypeAdapter
 from pydantic_core import PydanticCustomError
 
-from magicdec.config.choices import Backend, CacheConfig, Corpus, DataConfig, DraftConfig, EngineConfig
+from magicdec.config.choices import (
+    Backend,
+    CacheConfig,
+    Corpus,
+    DataConfig,
+    DraftConfig,
+    EngineConfig,
+)
 from magicdec.errors import UserError
 from magicdec.rules import did_you_mean
 
 F = TypeVar("F")
 W = TypeVar("W")
 PACKAGE = Path(__file__).resolve().parents[1]
-PLUGINS: dict[str, Path] = {}  # modules and packages outside this one that have registered something
+# Modules and packages outside this one that have registered something.
+PLUGINS: dict[str, Path] = {}
 
 
 @dataclass(frozen=True)
@@ -44,7 +53,8 @@ class Registry(Generic[F]):
     """The choices of one group by name."""
 
     def __init__(self, key: str, *packages: str, attribute: str = "name", keyword: str = ""):
-        """`key` is where the configuration chooses, by the facts' `attribute`; `packages` hold the built-in choices.
+        """`key` is where the configuration chooses, by the facts' `attribute`; `packages` hold the
+        built-in choices.
 
         `keyword` is a value of the key that names no choice, such as auto.
         """
@@ -62,7 +72,9 @@ class Registry(Generic[F]):
         return add
 
     def __getitem__(self, name: str) -> Entry[F]:
-        """Return a choice. Raise UserError if there is none of that name, ImportError for a library that it lacks."""
+        """Return a choice. Raise UserError if there is none of that name, ImportError for a library
+        that it lacks.
+        """
         if name not in self:
             hint = did_you_mean(name, self) or "; plugins=[MODULE] adds those of a module"
             names = [*filter(None, [self.keyword]), *self]
@@ -77,15 +89,21 @@ class Registry(Generic[F]):
         return name in self._entries
 
     def __iter__(self) -> Iterator[str]:
-        """Yield the names of all choices in order, but those whose library is not installed; import all of them."""
+        """Yield the names of all choices in order, but those whose library is not installed; import
+        all of them.
+        """
         return iter(self.within(*self.packages))
 
     def imported(self) -> list[F]:
-        """Return the facts of the choices whose modules were imported so far: plugins', and what was asked for."""
+        """Return the facts of the choices whose modules were imported so far: plugins', and what
+        was asked for.
+        """
         return [entry.facts for entry in self._entries.values()]
 
     def within(self, *packages: str) -> list[str]:
-        """Import the choices of these packages. Return the names of all that are known by now, in order."""
+        """Import the choices of these packages. Return the names of all that are known by now, in
+        order.
+        """
         for package in map(import_module, packages):
             for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
                 with suppress(ImportError):
@@ -98,20 +116,37 @@ def _note_plugin(module: str) -> None:
     name = module.partition(".")[0]
     with suppress(ValueError):  # __main__, which has no place of its own
         spec = importlib.util.find_spec(name)
-        for place in (spec and (spec.submodule_search_locations or [spec.origin or __file__])) or ():
+        for place in (
+            spec and (spec.submodule_search_locations or [spec.origin or __file__])
+        ) or ():
             if not Path(place).resolve().is_relative_to(PACKAGE):
                 PLUGINS[name] = Path(place).resolve()
 
 
-POLICIES: Registry[type[CacheConfig]] = Registry("cache.policy", "magicdec.cache", attribute="policy")
+POLICIES: Registry[type[CacheConfig]] = Registry(
+    "cache.policy", "magicdec.cache", attribute="policy"
+)
 DRAFTS: Registry[type[DraftConfig]] = Registry("draft.name", "magicdec.drafts", keyword="none")
 ENGINES: Registry[type[EngineConfig]] = Registry("engine.name", "magicdec.engine", "magicdec.peers")
-BACKENDS: Registry[Backend] = Registry("attention", "magicdec.attention", "magicdec.attention.cuda", keyword="auto")
+BACKENDS: Registry[Backend] = Registry(
+    "attention", "magicdec.attention", "magicdec.attention.cuda", keyword="auto"
+)
 CORPORA: Registry[Corpus] = Registry("data.name", "magicdec.data")
 
-# The groups of the configuration whose keys depend on the choice, and the classes of the keys that all choices have.
-GROUPS: dict[str, Registry[Any]] = {"cache": POLICIES, "draft": DRAFTS, "engine": ENGINES, "data": CORPORA}
-COMMON: dict[str, type] = {"cache": CacheConfig, "draft": DraftConfig, "engine": EngineConfig, "data": DataConfig}
+# The groups of the configuration whose keys depend on the choice, and the classes of the keys that
+# all choices have.
+GROUPS: dict[str, Registry[Any]] = {
+    "cache": POLICIES,
+    "draft": DRAFTS,
+    "engine": ENGINES,
+    "data": CORPORA,
+}
+COMMON: dict[str, type] = {
+    "cache": CacheConfig,
+    "draft": DraftConfig,
+    "engine": EngineConfig,
+    "data": DataConfig,
+}
 
 
 def keys_of(registry: Registry[Any], name: str) -> type:
@@ -125,12 +160,16 @@ def class_of_keys(facts: Any) -> type:
 
 
 def has_cache(draft: str) -> bool:
-    """Return whether a draft of this name reads `cache`. One of a plugin that is not imported might."""
+    """Return whether a draft of this name reads `cache`. One of a plugin that is not imported
+    might.
+    """
     return draft != DRAFTS.keyword and (draft not in DRAFTS or DRAFTS[draft].facts.is_model)
 
 
 def read_keys(group: str, name: str) -> set[str]:
-    """Return the keys of a group that have an effect with a choice. Raise UserError if there is none of that name."""
+    """Return the keys of a group that have an effect with a choice. Raise UserError if there is
+    none of that name.
+    """
     registry = GROUPS[group]
     facts = DraftConfig if registry is DRAFTS and name == DRAFTS.keyword else registry[name].facts
     return {entry.name for entry in fields(class_of_keys(facts))} - facts.unread()
@@ -143,8 +182,14 @@ def _chosen(registry: Registry[Any], base: type) -> PlainValidator:
         if isinstance(given, base):
             return given
         if (name := given.get(registry.attribute)) is None:
-            raise PydanticCustomError("missing_choice", "missing", {"attribute": registry.attribute})
-        kind = DraftConfig if registry is DRAFTS and name == DRAFTS.keyword else keys_of(registry, str(name))
+            raise PydanticCustomError(
+                "missing_choice", "missing", {"attribute": registry.attribute}
+            )
+        kind = (
+            DraftConfig
+            if registry is DRAFTS and name == DRAFTS.keyword
+            else keys_of(registry, str(name))
+        )
         return TypeAdapter(kind).validate_json(json.dumps(given))
 
     return PlainValidator(typed)

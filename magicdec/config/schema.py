@@ -1,8 +1,9 @@
-"""The general groups of the configuration and the rules of their values, as frozen pydantic dataclasses.
+"""The general groups of the configuration and the rules of their values, as frozen pydantic
+dataclasses.
 
-A class is a group, a field a key; conf/ explains them and holds the values that a run starts from. The groups cache,
-draft and engine have a class for each option, in the option's own module (magicdec/config/registry.py); the group
-scenario has one for each scenario, below.
+A class is a group, a field a key; conf/ explains them and holds the values that a run starts from.
+The groups cache, draft and engine have a class for each option, in the option's own module
+(magicdec/config/registry.py); the group scenario has one for each scenario, below.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,14 +19,29 @@ from magicdec.config.choices import CacheConfig, ModelChoice
 from magicdec.config.registry import AttentionName, Cache, Data, Draft, Engine
 from magicdec.errors import UserError
 from magicdec.plugins import option_folders
-from magicdec.rules import STRICT, Count, Counts, FileName, Fraction, Percentage, ProjectName, Share, is_file_name, must
+from magicdec.rules import (
+    STRICT,
+    Count,
+    Counts,
+    FileName,
+    Fraction,
+    Percentage,
+    ProjectName,
+    Share,
+    is_file_name,
+    must,
+)
 
 # In an installation conf/ is in the package, in a checkout next to it.
-CONF = next(path for folder in Path(__file__).resolve().parents[1:3] if (path := folder / "conf").is_dir())
+CONF = next(
+    path for folder in Path(__file__).resolve().parents[1:3] if (path := folder / "conf").is_dir()
+)
 
 
 def own_folders() -> list[Path]:
-    """Return the folders with a user's own options: ./conf of the working directory, and those of installed plugins."""
+    """Return the folders with a user's own options: ./conf of the working directory, and those of
+    installed plugins.
+    """
     here = Path("conf").resolve()
     return ([here] if here.is_dir() and here != CONF else []) + option_folders()
 
@@ -37,15 +53,19 @@ def option_file(group: str, name: str) -> Path | None:
 
 
 def check_is_read(group: str, name: str, file: Path, key: str) -> None:
-    """Raise UserError where an option to be written as `file` would never be read: another one takes precedence."""
+    """Raise UserError where an option to be written as `file` would never be read: another one
+    takes precedence.
+    """
     found = option_file(group, name)
     if found is not None and found.resolve() != file.resolve():
         raise UserError(
-            f"{key}: {group}={name} is an option already ({found}), which is read first; choose another name"
+            f"{key}: {group}={name} is an option already ({found}), which is read first; choose"
+            " another name"
         )
 
 
-# batch.size=auto. With fewer rows a small model is bound by its weights (CPU) or by latency (GPU), not by its KV cache.
+# batch.size=auto. With fewer rows a small model is bound by its weights (CPU) or by latency (GPU),
+# not by its KV cache.
 ROWS_ON = {"cpu": 24, "cuda": 64}
 
 Cost = Annotated[float, Field(ge=0)]
@@ -61,14 +81,14 @@ class Efficiency:
 
     bandwidth_fraction: Fraction = 0.9  # of the memory's bandwidth, streaming weights and KV
     matmul_fraction: Fraction = 0.7  # of the bf16 rate, by a matmul of many rows
-    matmul_half_rows: Cost = 16.0  # rows at which a matmul achieves half of that: a tensor core's tile
+    matmul_half_rows: Cost = 16.0  # rows at which a matmul achieves half of that: a tile
     attention_fraction: Fraction = 1.0  # of a matmul's rate, by the attention of a few query rows
     overlap: Fraction = 1.0  # of the shorter of memory and arithmetic, hidden behind the longer
     layer_overhead_us: Cost = 60.0  # a layer's kernel launches and gaps
-    step_overhead_us: Cost = 0.0  # what a forward pass takes around its layers: tables, logits, the host
+    step_overhead_us: Cost = 0.0  # of a forward pass around its layers: tables, logits, the host
     round_overhead_us: Cost = 700.0  # accept, commit and the host, per round
     allreduce_hop_us: Cost = 5.0  # latency of each of log2(ranks) hops
-    allreduce_bandwidth_fraction: Fraction = 0.3  # of the link's, at the megabyte or so of a decode step
+    allreduce_bandwidth_fraction: Fraction = 0.3  # of the link's, at a decode step's megabyte
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -100,7 +120,9 @@ class BatchConfig:
     size: AutoOrCount
     context_len: Count
     # At least 2: the first new token comes from the prefill.
-    generate_len: Annotated[int, Field(ge=2), must("must be at least 2 (the first new token comes from the prefill)")]
+    generate_len: Annotated[
+        int, Field(ge=2), must("must be at least 2 (the first new token comes from the prefill)")
+    ]
     num_batches: Count
     prefill_chunk: AutoOrCount
 
@@ -111,9 +133,15 @@ class SamplingConfig:
 
     # Logits over a temperature near 0 would leave float32.
     temperature: Annotated[
-        float, must("must be 0 (greedy) or from 0.0001 to 10,000", lambda value: value == 0 or 1e-4 <= value <= 1e4)
+        float,
+        must(
+            "must be 0 (greedy) or from 0.0001 to 10,000",
+            lambda value: value == 0 or 1e-4 <= value <= 1e4,
+        ),
     ] = 0.0
-    top_k: Annotated[int | None, Field(ge=1, lt=1 << 31), must("must be at least 1 and below 2^31")] = None
+    top_k: Annotated[
+        int | None, Field(ge=1, lt=1 << 31), must("must be at least 1 and below 2^31")
+    ] = None
     # Less than that is 0 in float32, which keeps no token at all.
     top_p: Annotated[float | None, Field(ge=1e-30, le=1), must("must be from 1e-30 to 1")] = None
     seed: Annotated[int, Field(ge=0, lt=1 << 63), must("must be at least 0 and below 2^63")] = 0
@@ -135,7 +163,8 @@ class Needs:
     prefills_batches: ClassVar[bool] = False  # those of the data, which jobs of a sweep share
     serves: ClassVar[bool] = False  # requests that come and go
     audits: ClassVar[bool] = False  # the logits of what was written
-    at: ClassVar[Mapping[str, str]] = MappingProxyType({})  # keys of its own that replace general ones
+    # Keys of its own that replace general ones.
+    at: ClassVar[Mapping[str, str]] = MappingProxyType({})
 
     def largest(self, batch: BatchConfig) -> tuple[int, int]:
         """Return the rows and the context of the largest batch; `batch.size` is resolved."""
@@ -216,24 +245,40 @@ class Assumed(Needs):
 
     def mistakes(self) -> Iterator[str]:
         """Yield what contradicts itself."""
-        given = [key for key in ("alpha", "acceptance_rate", "acceptance_length") if getattr(self, key) is not None]
+        given = [
+            key
+            for key in ("alpha", "acceptance_rate", "acceptance_length")
+            if getattr(self, key) is not None
+        ]
         if len(given) > 1:
             yield f"scenario.{given[0]} and scenario.{given[1]} say the same thing twice; give one"
         reported = [key for key in given if key != "alpha"]
         if reported and self.acceptance_gamma is None:
             yield (
-                f"scenario.{reported[0]} needs scenario.acceptance_gamma: how many tokens were proposed per round when "
-                "it was measured (vLLM's num_speculative_tokens)"
+                f"scenario.{reported[0]} needs scenario.acceptance_gamma: how many tokens were"
+                " proposed per round when it was measured (vLLM's num_speculative_tokens)"
             )
         if self.acceptance_gamma is not None and not reported:
-            yield "scenario.acceptance_gamma has no effect without scenario.acceptance_rate or acceptance_length"
-        if self.length is not None and self.acceptance_gamma and self.length > self.acceptance_gamma + 1:
+            yield (
+                "scenario.acceptance_gamma has no effect without scenario.acceptance_rate or"
+                " acceptance_length"
+            )
+        if (
+            self.length is not None
+            and self.acceptance_gamma
+            and self.length > self.acceptance_gamma + 1
+        ):
             most = self.acceptance_gamma + 1
-            yield f"scenario.acceptance_length={self.length} is above scenario.acceptance_gamma + 1 = {most}"
+            yield (
+                f"scenario.acceptance_length={self.length} is above scenario.acceptance_gamma + 1 ="
+                f" {most}"
+            )
 
     @property
     def length(self) -> float | None:
-        """Return the reported tokens per round, bonus token included; None where nothing was reported."""
+        """Return the reported tokens per round, bonus token included; None where nothing was
+        reported.
+        """
         if self.acceptance_rate is not None and self.acceptance_gamma is not None:
             return 1 + self.acceptance_gamma * self.acceptance_rate
         return self.acceptance_length
@@ -264,7 +309,10 @@ class Search(Assumed):
     context_lens: Counts
     workload: Annotated[
         list[list[Count]],
-        must("must hold pairs of prompt and output tokens, as in [[4000,500]]", lambda v: all(len(p) == 2 for p in v)),
+        must(
+            "must hold pairs of prompt and output tokens, as in [[4000,500]]",
+            lambda v: all(len(p) == 2 for p in v),
+        ),
     ]
     latency_ms: Figure | None
     schedule: Literal["vllm", "vllm_by_context", "sglang", "tensorrt_llm", "llamacpp"] | None
@@ -283,7 +331,9 @@ class Serve(Needs):
     rates: Annotated[list[Figure], must("must hold numbers above 0")]
     replays: Annotated[list[Figure], must("must hold numbers above 0")]
     num_requests: Count
-    length_shares: Annotated[list[Fraction], must("must hold numbers above 0 and at most 1"), Field(min_length=1)]
+    length_shares: Annotated[
+        list[Fraction], must("must hold numbers above 0 and at most 1"), Field(min_length=1)
+    ]
     latency_ms: Figure | None
     first_token_ms: Figure | None
     slo: Literal["concurrency", "rate"] | None
@@ -293,13 +343,20 @@ class Serve(Needs):
     @property
     def bounds(self) -> dict[str, float | None]:
         """Return the bounds of latencies, by metric."""
-        return {"time_per_output_token_ms": self.latency_ms, "time_to_first_token_ms": self.first_token_ms}
+        return {
+            "time_per_output_token_ms": self.latency_ms,
+            "time_to_first_token_ms": self.first_token_ms,
+        }
 
 
 S = TypeVar("S", Compare, Profile, Verify, Predict, Search, Serve)
-Scenario = Annotated[Compare | Profile | Verify | Predict | Search | Serve, Field(discriminator="name")]
+Scenario = Annotated[
+    Compare | Profile | Verify | Predict | Search | Serve, Field(discriminator="name")
+]
 # Their classes by name.
-SCENARIOS: dict[str, type] = {get_args(get_type_hints(kind)["name"])[0]: kind for kind in S.__constraints__}
+SCENARIOS: dict[str, type] = {
+    get_args(get_type_hints(kind)["name"])[0]: kind for kind in S.__constraints__
+}
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -346,7 +403,9 @@ class Config:
     tracker: Annotated[str | list[str], must("must be a name or a list of names, as in [a,b]")]
     plugins: list[str]
     runs_dir: str
-    resume: Annotated[bool | Literal["any_version", "noisy"], must("must be true, false, any_version or noisy")]
+    resume: Annotated[
+        bool | Literal["any_version", "noisy"], must("must be true, false, any_version or noisy")
+    ]
 
     def settings(self, kind: type[S]) -> S:
         """Return the group `scenario`, which must be of this kind."""
@@ -376,4 +435,6 @@ class Config:
     @property
     def models(self) -> dict[str, ModelChoice]:
         """Return the models of a run by the keys that choose them."""
-        return {"target": self.target} | ({"draft.model": self.draft.model} if self.draft.model else {})
+        return {"target": self.target} | (
+            {"draft.model": self.draft.model} if self.draft.model else {}
+        )

@@ -1,4 +1,6 @@
-"""The place of a user's own options on Hydra's search path: behind conf/, whose options of the same name win."""
+"""The place of a user's own options on Hydra's search path: behind conf/, whose options of the same
+name win.
+"""
 
 from pathlib import Path
 from typing import ClassVar
@@ -12,13 +14,17 @@ from magicdec.config.schema import CONF, own_folders
 
 
 class OwnOptions(SearchPathPlugin):
-    """Adds ./conf of the working directory, and conf/ of plugins, to configurations of ours. Leaves others alone."""
+    """Adds ./conf of the working directory, and conf/ of plugins, to configurations of ours. Leaves
+    others alone.
+    """
 
     ours: ClassVar = {str(CONF)}  # the folders of their primary configurations
 
     @override
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        if any(place.provider == "main" and place.path in self.ours for place in search_path.get_path()):
+        if any(
+            place.provider == "main" and place.path in self.ours for place in search_path.get_path()
+        ):
             for folder in own_folders():
                 search_path.append("magicdec", f"file://{folder}")
 

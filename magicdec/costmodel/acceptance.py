@@ -1,8 +1,9 @@
 """Acceptance curves: alpha by budget and context, from runs or from publications, never invented.
 
-A curve belongs to one target, draft, quantization of the draft's weights, cache policy and settings of the policy.
-Between measured points alpha is interpolated in log budget and log context, and made monotone: it does not fall with
-the budget nor rise with the context; noise is pooled away. Beyond the measured points there is no estimate.
+A curve belongs to one target, draft, quantization of the draft's weights, cache policy and settings
+of the policy. Between measured points alpha is interpolated in log budget and log context, and made
+monotone: it does not fall with the budget nor rise with the context; noise is pooled away. Beyond
+the measured points there is no estimate.
 """
 
 import csv
@@ -26,10 +27,12 @@ from magicdec.costmodel.tables import PUBLISHED, read_table
 from magicdec.costmodel.targets import model_label
 from magicdec.errors import UserError
 
-# The paper's, and those of our own studies: a file each. Only the latter have the columns quantization and settings.
+# The paper's, and those of our own studies: a file each. Only the latter have the columns
+# quantization and settings.
 PUBLISHED_ALPHAS = sorted(PUBLISHED.parent.glob("acceptance*.csv"))
 AT = " at temperature "  # in the name of a text
-SAME = 1.05  # contexts and budgets within this ratio count as equal: 32,768 is measured where 32,000 is
+# Contexts and budgets within this ratio count as equal: 32,768 is measured where 32,000 is.
+SAME = 1.05
 
 
 class Point(NamedTuple):
@@ -45,12 +48,18 @@ class Point(NamedTuple):
     source: str
     measured: bool = False  # in a run of our own
     quantization: str = "none"  # of the draft's weights
-    settings: tuple[int, ...] | None = None  # of the policy, as `CacheConfig.settings` has them; None: a publication's
+    # Of the policy, as `CacheConfig.settings` has them; None: a publication's.
+    settings: tuple[int, ...] | None = None
     weights: str | None = None  # the labels of the models; None: their names
 
     def answers(self, setup: Setup) -> bool:
         """Return whether the point was measured on this target, draft and policy, in this form."""
-        wanted = (setup.target_name, setup.draft_label, setup.cache.policy, setup.draft.quantization)
+        wanted = (
+            setup.target_name,
+            setup.draft_label,
+            setup.cache.policy,
+            setup.draft.quantization,
+        )
         is_same_draft = (self.target, self.draft, self.policy, self.quantization) == wanted
         return is_same_draft and self.settings in (None, setup.cache.settings)
 
@@ -59,7 +68,9 @@ _POINT = TypeAdapter(Point)
 
 
 class Estimate(NamedTuple):
-    """An alpha and its source: a measurement, a given value, or 1 where the draft sees what the target sees."""
+    """An alpha and its source: a measurement, a given value, or 1 where the draft sees what the
+    target sees.
+    """
 
     alpha: float
     source: str
@@ -69,15 +80,17 @@ class Estimate(NamedTuple):
 class Curves:
     """Known acceptances, and estimates between them.
 
-    Those on the text in question come first, then runs of our own, then publications; of these, those sampled at the
-    same temperature, then the text with most points.
+    Those on the text in question come first, then runs of our own, then publications; of these,
+    those sampled at the same temperature, then the text with most points.
     """
 
     def __init__(self, points: Iterable[Point], task: str | None = None):
         self._points, self._task = list(points), task
 
     def estimate(self, setup: Setup, generate_len: int = 0) -> Estimate | None:
-        """Return alpha while `generate_len` tokens follow the context; None where no known point is near enough."""
+        """Return alpha while `generate_len` tokens follow the context; None where no known point is
+        near enough.
+        """
         if _is_exact(setup, generate_len):
             return Estimate(1.0, "exact: the draft sees all that the target sees")
         for points in self._candidates(setup):
@@ -86,7 +99,9 @@ class Curves:
                 by_budget[point.budget].append(point)
             ladder = []
             for known, same in sorted(by_budget.items()):
-                alpha = _interpolate([(p.context_len, p.alpha) for p in same], setup.context, rising=False)
+                alpha = _interpolate(
+                    [(p.context_len, p.alpha) for p in same], setup.context, rising=False
+                )
                 if alpha is not None:
                     ladder.append((known, alpha))
             alpha = _interpolate(ladder, setup.cache.budget, rising=True)
@@ -95,8 +110,14 @@ class Curves:
         return None
 
     def answers(self, setup: Setup, generate_len: int = 0) -> tuple[int, ...]:
-        """Return the budgets at which alpha is known where everything else is as the setup has it, ascending."""
-        return tuple(b for b in self.budgets(setup) if self.estimate(setup.at(budget=b), generate_len) is not None)
+        """Return the budgets at which alpha is known where everything else is as the setup has it,
+        ascending.
+        """
+        return tuple(
+            b
+            for b in self.budgets(setup)
+            if self.estimate(setup.at(budget=b), generate_len) is not None
+        )
 
     def budgets(self, setup: Setup) -> list[int]:
         """Return the budgets that some point of a setup's curve has, ascending."""
@@ -107,7 +128,8 @@ class Curves:
 
         def merit(group: tuple[bool, str]) -> tuple[bool, bool, bool, int]:
             measured, task = group
-            same = self._task is not None and f"{task}-".startswith(f"{self._task}-")  # of ruler-qa, the paper has two
+            # Of ruler-qa, the paper has two.
+            same = self._task is not None and f"{task}-".startswith(f"{self._task}-")
             as_random = task.partition(AT)[2] == (self._task or "").partition(AT)[2]
             return same, measured, as_random, len(groups[group])
 
@@ -120,8 +142,14 @@ class Curves:
 
 @cache
 def published() -> tuple[Point, ...]:
-    """Return the published acceptances: those stated and, for the rest, those that the paper's Omega implies."""
-    stated = [_stated(line) for path in PUBLISHED_ALPHAS for line in csv.DictReader(path.read_text().splitlines())]
+    """Return the published acceptances: those stated and, for the rest, those that the paper's
+    Omega implies.
+    """
+    stated = [
+        _stated(line)
+        for path in PUBLISHED_ALPHAS
+        for line in csv.DictReader(path.read_text().splitlines())
+    ]
     known = {point[:6] for point in stated}
     implied = [
         Point(
@@ -131,7 +159,9 @@ def published() -> tuple[Point, ...]:
         )
         for row in read_table()
         if row.omega is not None and row.kv_budget is not None
-        for configuration in [(row.target, row.draft, row.policy, row.kv_budget, row.context_len, row.task)]
+        for configuration in [
+            (row.target, row.draft, row.policy, row.kv_budget, row.context_len, row.task)
+        ]
         if configuration not in known
     ]
     return (*stated, *implied)
@@ -144,12 +174,18 @@ def _stated(line: Mapping[str, str]) -> Point:
 
 
 def measured(runs: Iterable[Mapping[str, Any]]) -> list[Point]:
-    """Return the acceptances of all finished runs (tracking/reader.py) that measured one; synthetic ones did not."""
+    """Return the acceptances of all finished runs (tracking/reader.py) that measured one; synthetic
+    ones did not.
+    """
     points = []
     for run in runs:
         # A run of another version, or a foreign file, may lack any key.
         with suppress(UserError, OSError, ValueError, KeyError, TypeError, AttributeError):
-            if run["status"] == "done" and run.get("acceptance/source") == "measured" and run.get("alpha") is not None:
+            if (
+                run["status"] == "done"
+                and run.get("acceptance/source") == "measured"
+                and run.get("alpha") is not None
+            ):
                 points.append(_point(run))
     return points
 
@@ -165,8 +201,11 @@ def _point(run: Mapping[str, Any]) -> Point:
         draft=facts.described(facts.label, draft),
         policy=cache["policy"],
         budget=int(cache["budget"]),
-        context_len=round(run.get("data/context_len_mean") or config["batch"]["context_len"]),  # of its own prompts
-        task=task_name(data["name"], data.get("task"), config.get("sampling", {}).get("temperature", 0.0)),
+        # Of its own prompts.
+        context_len=round(run.get("data/context_len_mean") or config["batch"]["context_len"]),
+        task=task_name(
+            data["name"], data.get("task"), config.get("sampling", {}).get("temperature", 0.0)
+        ),
         alpha=float(run["alpha"]),
         source=f"run {Path(run['folder']).name}",
         measured=True,
@@ -177,7 +216,9 @@ def _point(run: Mapping[str, Any]) -> Point:
 
 
 def task_name(data: str, task: str | None, temperature: float) -> str:
-    """Return the name of a text as in published tables; sampling changes acceptance, so it is part of the name."""
+    """Return the name of a text as in published tables; sampling changes acceptance, so it is part
+    of the name.
+    """
     text = f"{data}-{task}" if task else data
     return f"{text}{AT}{temperature:g}" if temperature else text
 
@@ -193,7 +234,9 @@ def is_same(a: int, b: int) -> bool:
 
 
 def _is_exact(setup: Setup, generate_len: int) -> bool:
-    """Return whether the target drafts for itself, unquantized, over all that it attends to in verification."""
+    """Return whether the target drafts for itself, unquantized, over all that it attends to in
+    verification.
+    """
     draft, cache = setup.draft, setup.cache
     if not draft.is_target or draft.quantization != "none" or cache.quantized:
         return False
@@ -201,7 +244,9 @@ def _is_exact(setup: Setup, generate_len: int) -> bool:
 
 
 def _describe(points: Sequence[Point], setup: Setup) -> str:
-    """Return the sources of an acceptance, and what it assumes where it was measured on other weights."""
+    """Return the sources of an acceptance, and what it assumes where it was measured on other
+    weights.
+    """
     sources = sorted({point.source for point in points})
     more = f" and {len(sources) - 1} more" if len(sources) > 1 else ""
     asked, named = _labels(setup.models), " with ".join(name for name, _ in setup.models)
@@ -230,7 +275,9 @@ def _interpolate(points: Sequence[tuple[int, float]], at: int, rising: bool) -> 
 
 
 def _monotone(points: Sequence[tuple[int, float]], rising: bool) -> tuple[list[int], list[float]]:
-    """Return the nearest monotone sequence, by pooling adjacent violators; points of equal size are averaged first."""
+    """Return the nearest monotone sequence, by pooling adjacent violators; points of equal size are
+    averaged first.
+    """
     grouped: dict[int, list[float]] = defaultdict(list)
     for size, value in points:
         grouped[size].append(value)

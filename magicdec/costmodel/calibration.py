@@ -1,9 +1,10 @@
 """Calibration: the few numbers of `Efficiency`, from measured times.
 
-Fitted are, for each machine, its bandwidth fraction and its overheads per layer and per round, and for all machines
-together the fractions that belong to kernels rather than chips: of the matmul rate and of the link's bandwidth. The
-rest is read from datasheets and code. Weighted least squares of log times, with priors, so that what the rows
-cannot tell apart stays at what is known of it; robust, because published rows hold outliers.
+Fitted are, for each machine, its bandwidth fraction and its overheads per layer and per round, and
+for all machines together the fractions that belong to kernels rather than chips: of the matmul rate
+and of the link's bandwidth. The rest is read from datasheets and code. Weighted least squares of
+log times, with priors, so that what the rows cannot tell apart stays at what is known of it;
+robust, because published rows hold outliers.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +24,8 @@ from magicdec.costmodel.tables import Row
 from magicdec.errors import UserError
 
 NOISE = 0.02  # relative error of a measured time, one standard deviation
-OUTLIER = 1.5  # standard deviations beyond which a residual counts by its size, no longer by its square
+# Standard deviations beyond which a residual counts by its size, no longer by its square.
+OUTLIER = 1.5
 
 
 class Prior(NamedTuple):
@@ -37,11 +39,12 @@ class Prior(NamedTuple):
 
 
 SHARED = {
-    # Matmuls of LLM shapes reach 0.73 of an H100's rate (SemiAnalysis, December 2024), the best shapes 0.80, and 0.86
-    # on an A100 (stas00/ml-engineering); a decode step's are smaller.
+    # Matmuls of LLM shapes reach 0.73 of an H100's rate (SemiAnalysis, December 2024), the best
+    # shapes 0.80, and 0.86 on an A100 (stas00/ml-engineering); a decode step's are smaller.
     "matmul_fraction": Prior(0.2, 1.0, 0.7, 0.05),
-    # By what a further byte costs from 256 KB to 4 MB on 8 H100s: 0.14 and 0.17 (vLLM's and SGLang's kernels, measured
-    # in sgl-project/sglang#2904), 0.43 (NCCL, in ByteDance-Seed/Triton-distributed#57).
+    # By what a further byte costs from 256 KB to 4 MB on 8 H100s: 0.14 and 0.17 (vLLM's and
+    # SGLang's kernels, measured in sgl-project/sglang#2904), 0.43 (NCCL, in
+    # ByteDance-Seed/Triton-distributed#57).
     "allreduce_bandwidth_fraction": Prior(0.05, 1.0, NVLINK4.fraction, 0.1),
 }
 OWN = {
@@ -57,9 +60,13 @@ ON_CPUS = {
     "overlap": Prior(0.01, 1.0, 0.5, 0.3),
     "step_overhead_us": Prior(0.0, 1e5, start=500.0),
 }
-# Of a server, whatever its engine. Its scheduler takes a part of every step. One model does not tell this apart from
-# what its layers take, for which the prior is that of launches that are replayed as a CUDA graph.
-SERVED = {"layer_overhead_us": Prior(0.0, 1e5, 10.0, 10.0), "step_overhead_us": Prior(0.0, 1e6, start=1000.0)}
+# Of a server, whatever its engine. Its scheduler takes a part of every step. One model does not
+# tell this apart from what its layers take, for which the prior is that of launches that are
+# replayed as a CUDA graph.
+SERVED = {
+    "layer_overhead_us": Prior(0.0, 1e5, 10.0, 10.0),
+    "step_overhead_us": Prior(0.0, 1e6, start=1000.0),
+}
 
 
 @dataclass(frozen=True)
@@ -77,10 +84,11 @@ def calibrate(
     machines: Mapping[str, Hardware],
     priors: Mapping[str, Prior] | None = None,
 ) -> Calibration:
-    """Fit the machines that `rows` name; `machines` gives their devices and the software that was measured.
+    """Fit the machines that `rows` name; `machines` gives their devices and the software that was
+    measured.
 
-    Every time that a row gives is used. `priors` replace those of SHARED and OWN, and name what else to fit for each
-    machine. Raise UserError if a machine has no time to fit.
+    Every time that a row gives is used. `priors` replace those of SHARED and OWN, and name what
+    else to fit for each machine. Raise UserError if a machine has no time to fit.
     """
     machines = {name: machines[name] for name in sorted({row.hardware for row in rows})}
     times = [(row, row.setup(model, machines[row.hardware]), _measured(row)) for row in rows]
@@ -91,7 +99,9 @@ def calibrate(
     given = SHARED | OWN | dict(priors or {})
     keys += [(name, key) for name in machines for key in given if key not in SHARED]
     known = [given[key] for _, key in keys]
-    scales = np.array([prior.deviation if prior.mean is not None else prior.start or 1.0 for prior in known])
+    scales = np.array(
+        [prior.deviation if prior.mean is not None else prior.start or 1.0 for prior in known]
+    )
 
     def fitted(x: NDArray[np.float64]) -> dict[str, Hardware]:
         return {name: _with(start, keys, x * scales) for name, start in machines.items()}
@@ -105,7 +115,11 @@ def calibrate(
         ]
 
     def residuals(x: NDArray[np.float64]) -> NDArray[np.float64]:
-        expected = [(value * s - p.mean) / p.deviation for value, s, p in zip(x, scales, known, strict=True) if p.mean]
+        expected = [
+            (value * s - p.mean) / p.deviation
+            for value, s, p in zip(x, scales, known, strict=True)
+            if p.mean
+        ]
         return np.array([error / NOISE for error in errors(x)] + expected)
 
     solution = _least_squares()(
@@ -115,12 +129,20 @@ def calibrate(
         loss="soft_l1",
         f_scale=OUTLIER,
     )
-    return Calibration(fitted(solution.x), len(rows), float(np.sqrt(np.mean(np.square(errors(solution.x))))))
+    return Calibration(
+        fitted(solution.x), len(rows), float(np.sqrt(np.mean(np.square(errors(solution.x)))))
+    )
 
 
-def _with(start: Hardware, keys: Sequence[tuple[str | None, str]], values: NDArray[np.float64]) -> Hardware:
+def _with(
+    start: Hardware, keys: Sequence[tuple[str | None, str]], values: NDArray[np.float64]
+) -> Hardware:
     """Return a machine with its share of the parameters."""
-    own = {key: float(v) for (name, key), v in zip(keys, values, strict=True) if name in (None, start.name)}
+    own = {
+        key: float(v)
+        for (name, key), v in zip(keys, values, strict=True)
+        if name in (None, start.name)
+    }
     return replace(start, efficiency=replace(start.efficiency, **own))
 
 
@@ -139,11 +161,14 @@ def _measured(row: Row) -> dict[str, float]:
 def errors_of(machine: Hardware, row: Row, model: Callable[[str], ModelConfig]) -> dict[str, float]:
     """Return the relative error of each time that a row gives: predicted over measured, minus 1."""
     return {
-        step: exp(error) - 1 for step, error in _errors(machine, row, row.setup(model, machine), _measured(row)).items()
+        step: exp(error) - 1
+        for step, error in _errors(machine, row, row.setup(model, machine), _measured(row)).items()
     }
 
 
-def _errors(fitted: Hardware, row: Row, setup: Setup, measured: Mapping[str, float]) -> dict[str, float]:
+def _errors(
+    fitted: Hardware, row: Row, setup: Setup, measured: Mapping[str, float]
+) -> dict[str, float]:
     """Return the log of predicted over measured, for every measured time."""
     now = setup.at(hardware=fitted)
     times = round_times(now, row.gamma)
@@ -167,13 +192,20 @@ def _least_squares() -> Callable:
 
 
 def uncalibrated(name: str, stack: str) -> Hardware:
-    """Return the machine of that name to start a calibration from; `stack` is the software measured on it."""
+    """Return the machine of that name to start a calibration from; `stack` is the software measured
+    on it.
+    """
     count, device = parse_name(name)
-    return configured(name, count, efficiency=Efficiency(allreduce_hop_us=device.link.hop_us), stack=stack)
+    return configured(
+        name, count, efficiency=Efficiency(allreduce_hop_us=device.link.hop_us), stack=stack
+    )
 
 
-def to_yaml(calibrated: Hardware, provenance: Sequence[str], fitted: Mapping[str, Prior] = OWN) -> str:
-    """Return a calibrated machine as a file to commit and share; `provenance` becomes its opening comment.
+def to_yaml(
+    calibrated: Hardware, provenance: Sequence[str], fitted: Mapping[str, Prior] = OWN
+) -> str:
+    """Return a calibrated machine as a file to commit and share; `provenance` becomes its opening
+    comment.
 
     `fitted` names what was fitted for the machine.
     """
@@ -192,7 +224,9 @@ def to_yaml(calibrated: Hardware, provenance: Sequence[str], fitted: Mapping[str
 
 
 def option_yaml(calibrated: Hardware, values: Mapping[str, Any], provenance: Sequence[str]) -> str:
-    """Return a calibrated machine as an option of the group hardware; `values` are its other keys."""
+    """Return a calibrated machine as an option of the group hardware; `values` are its other
+    keys.
+    """
     efficiency = {key: float(f"{value:.4g}") for key, value in vars(calibrated.efficiency).items()}
     content = {"defaults": ["auto", "_self_"], **values, "efficiency": efficiency}
     return "".join(f"# {line}\n" for line in provenance) + yaml.safe_dump(content, sort_keys=False)

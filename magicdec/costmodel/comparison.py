@@ -1,4 +1,6 @@
-"""The prediction for a run: a warning before it; predicted values, their errors and published values after it."""
+"""The prediction for a run: a warning before it; predicted values, their errors and published
+values after it.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -33,8 +35,12 @@ PERFECT = Efficiency(
 )
 
 
-def warning(setup: Setup, gammas: Sequence[int], curves: Curves, alpha: float | None = None) -> str | None:
-    """Return a warning if a run is predicted below 1x at its best gamma, or never to pay; else None."""
+def warning(
+    setup: Setup, gammas: Sequence[int], curves: Curves, alpha: float | None = None
+) -> str | None:
+    """Return a warning if a run is predicted below 1x at its best gamma, or never to pay; else
+    None.
+    """
     prediction = predict(setup, gammas, alpha, curves)
     best = prediction.best
     pays = best.break_even_alpha is not None if best.speedup is None else best.speedup >= 1.0
@@ -46,38 +52,55 @@ def predicted_metrics(
 ) -> dict[str, float | int | str | None]:
     """Return `predicted/*` at the gamma that ran and, if it is known, the measured alpha.
 
-    Add a relative error, predicted over measured minus 1, for every value that `measured` (a result.json) has too.
-    `predicted/step_error` is the largest error of a step: in a speedup they may cancel out.
+    Add a relative error, predicted over measured minus 1, for every value that `measured` (a
+    result.json) has too. `predicted/step_error` is the largest error of a step: in a speedup they
+    may cancel out.
     """
-    predicted = predict(setup, (gamma,), alpha=measured.get("alpha"), generate_len=generate_len).metrics()
+    predicted = predict(
+        setup, (gamma,), alpha=measured.get("alpha"), generate_len=generate_len
+    ).metrics()
     for name, counterpart in MEASURED.items():
         ours, theirs = predicted.get(f"predicted/{name}"), measured.get(counterpart)
         # A lookup's steps are predicted to be free, which says nothing of what they take.
-        if isinstance(ours, int | float) and isinstance(theirs, int | float) and min(ours, theirs) > 0:
+        if (
+            isinstance(ours, int | float)
+            and isinstance(theirs, int | float)
+            and min(ours, theirs) > 0
+        ):
             predicted[f"predicted/{name.removesuffix('_ms')}_error"] = ours / theirs - 1
-    errors = [float(e) for step in STEPS if (e := predicted.get(f"predicted/{step}_error")) is not None]
+    errors = [
+        float(e) for step in STEPS if (e := predicted.get(f"predicted/{step}_error")) is not None
+    ]
     return predicted | ({"predicted/step_error": max(errors, key=abs)} if errors else {})
 
 
 def limit_metrics(setup: Setup, gamma: int, measured: Mapping[str, Any]) -> dict[str, float]:
     """Return `limit/*`: the share of its limit that each measured step reaches, and the prefill.
 
-    The limit is the sum over operators of the larger of bytes over bandwidth and FLOPs over the rate of matmuls.
+    The limit is the sum over operators of the larger of bytes over bandwidth and FLOPs over the
+    rate of matmuls.
     """
     ideal = setup.at(hardware=replace(setup.hardware, efficiency=PERFECT))
     steps = round_times(ideal, gamma).steps(ideal.cache)
-    times_ms = {step: (1e3 * time.total, measured.get(f"time/{step}_ms")) for step, time in steps.items()}
-    prompts_ms = 1e3 * ideal.batch * prefill_s(ideal, ideal.target, ideal.ranks, round(ideal.context))
+    times_ms = {
+        step: (1e3 * time.total, measured.get(f"time/{step}_ms")) for step, time in steps.items()
+    }
+    prompts_ms = (
+        1e3 * ideal.batch * prefill_s(ideal, ideal.target, ideal.ranks, round(ideal.context))
+    )
     times_ms["prefill"] = prompts_ms, measured.get("autoregressive/time_to_first_token_ms")
     return {f"limit/{name}": least / own for name, (least, own) in times_ms.items() if own}
 
 
-def published(setup: Setup, task: str, gamma: int | str | None = None) -> dict[str, float | int | str | None]:
-    """Return what the MagicDec paper measured for a configuration and a task, under `published/`, or {}.
+def published(
+    setup: Setup, task: str, gamma: int | str | None = None
+) -> dict[str, float | int | str | None]:
+    """Return what the MagicDec paper measured for a configuration and a task, under `published/`,
+    or {}.
 
-    Where both versions of the paper have it, the row at `gamma` comes first, then the ICLR version's.
-    `published/predicted_speedup` is the cost model's prediction at the paper's gamma and acceptance. Times are in
-    milliseconds.
+    Where both versions of the paper have it, the row at `gamma` comes first, then the ICLR
+    version's. `published/predicted_speedup` is the cost model's prediction at the paper's gamma and
+    acceptance. Times are in milliseconds.
     """
     machine = f"{setup.ranks}x{setup.hardware.device.name}".lower()
     wanted = (setup.target_name, setup.draft_label, setup.cache.policy, setup.context, setup.batch)
@@ -99,12 +122,15 @@ def published(setup: Setup, task: str, gamma: int | str | None = None) -> dict[s
         "published/draft_ms": row.draft_ms and row.draft_ms / row.gamma,
         "published/verify_ms": row.verify_ms,
         "published/speedup": row.speedup,
-        "published/predicted_speedup": length and round_times(row.setup(architecture), row.gamma).speedup(length),
+        "published/predicted_speedup": length
+        and round_times(row.setup(architecture), row.gamma).speedup(length),
     }
 
 
 def acceptance_length(row: Row) -> float | None:
-    """Return a row's own Omega or, if it gives none, that which follows from the alpha of the paper's other rows."""
+    """Return a row's own Omega or, if it gives none, that which follows from the alpha of the
+    paper's other rows.
+    """
     if row.omega is not None:
         return row.omega
     estimate = Curves(published_points(), row.task).estimate(row.setup(architecture))

@@ -2,11 +2,13 @@
 
 Names and forms are those of the engines' own sources in September 2026:
 
-- vLLM: `num_speculative_tokens_per_batch_size` (vllm-project/vllm#32374), entries of batch range and gamma. With a
-  context range between them in vllm-project/vllm#48944, which is proposed, not released.
-- SGLang: `--speculative-adaptive-config` (sgl-project/sglang#24055), by the lower bound of the batch; EAGLE heads only.
-- TensorRT-LLM: `draft_len_schedule` (NVIDIA/TensorRT-LLM#10860), by the upper bound of the batch. The first entry must
-  hold the largest gamma, and beyond the last entry there is no speculation.
+- vLLM: `num_speculative_tokens_per_batch_size` (vllm-project/vllm#32374), entries of batch range
+  and gamma. With a context range between them in vllm-project/vllm#48944, which is proposed, not
+  released.
+- SGLang: `--speculative-adaptive-config` (sgl-project/sglang#24055), by the lower bound of the
+  batch; EAGLE heads only.
+- TensorRT-LLM: `draft_len_schedule` (NVIDIA/TensorRT-LLM#10860), by the upper bound of the batch.
+  The first entry must hold the largest gamma, and beyond the last entry there is no speculation.
 - llama.cpp: one number for all batches.
 """
 
@@ -29,7 +31,9 @@ FILE = "{file}"
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of an engine: the content of a file (None where flags say everything), and the command."""
+    """The settings of an engine: the content of a file (None where flags say everything), and the
+    command.
+    """
 
     content: str | None
     words: Sequence[str]  # of the command, with FILE where the file's path belongs
@@ -37,12 +41,16 @@ class Settings:
 
     def command(self, file: str) -> str:
         """Return the command that serves with the settings of a file."""
-        return command_line([type(word)(file) if word == FILE else word for word in self.words], indent="    ")
+        return command_line(
+            [type(word)(file) if word == FILE else word for word in self.words], indent="    "
+        )
 
 
 @dataclass(frozen=True)
 class EngineForm:
-    """An engine that can be given a schedule: what it calls our drafts, and what its gamma can depend on."""
+    """An engine that can be given a schedule: what it calls our drafts, and what its gamma can
+    depend on.
+    """
 
     label: str
     methods: Mapping[str, str]
@@ -52,14 +60,20 @@ class EngineForm:
     by_context: bool = False
 
     def settings(self, schedule: Schedule, setup: Setup) -> Settings:
-        """Return a schedule as settings of this engine. Raise UserError for a draft that it cannot run."""
+        """Return a schedule as settings of this engine. Raise UserError for a draft that it cannot
+        run.
+        """
         return self.write(schedule, setup, self.method(setup))
 
     def method(self, setup: Setup) -> str:
-        """Return the engine's name of the draft. Raise UserError for a draft that it does not have."""
+        """Return the engine's name of the draft. Raise UserError for a draft that it does not
+        have.
+        """
         if setup.draft.name not in self.methods:
             known = " or ".join(f"draft={name}" for name in self.methods)
-            raise UserError(f"draft={setup.draft.name}: {self.label} cannot be set to it; choose {known}")
+            raise UserError(
+                f"draft={setup.draft.name}: {self.label} cannot be set to it; choose {known}"
+            )
         return self.methods[setup.draft.name]
 
 
@@ -67,7 +81,10 @@ def _vllm(schedule: Schedule, setup: Setup, method: str) -> Settings:
     command = ["vllm", "serve", _target(setup), *_ranks("--tensor-parallel-size", setup)]
     if schedule.max_gamma == 0:
         return Settings(None, command, NEVER)
-    entries = [[*one.batch, *(one.context if schedule.by_context else ()), one.gamma] for one in schedule.entries]
+    entries = [
+        [*one.batch, *(one.context if schedule.by_context else ()), one.gamma]
+        for one in schedule.entries
+    ]
     config: dict[str, Any] = {"method": method} | _model("model", setup)
     config["num_speculative_tokens"] = schedule.max_gamma
     if setup.draft.name == "ngram":
@@ -78,23 +95,42 @@ def _vllm(schedule: Schedule, setup: Setup, method: str) -> Settings:
 
 
 def read_vllm(config: Any) -> Schedule:
-    """Return the schedule of a speculative config of vLLM, without its cells. Raise ValueError where it holds none."""
-    table = config.get("num_speculative_tokens_per_batch_size") if isinstance(config, dict) else None
+    """Return the schedule of a speculative config of vLLM, without its cells. Raise ValueError
+    where it holds none.
+    """
+    table = (
+        config.get("num_speculative_tokens_per_batch_size") if isinstance(config, dict) else None
+    )
     if not isinstance(table, list) or not table or any(not _is_entry(row) for row in table):
         raise ValueError(
-            "num_speculative_tokens_per_batch_size must hold [low, high, gamma], or with a context range before it"
+            "num_speculative_tokens_per_batch_size must hold [low, high, gamma], or with a context"
+            " range before it"
         )
     everywhere = (1, sys.maxsize)
-    rows = [Entry((row[0], row[1]), (row[2], row[3]) if len(row) == 5 else everywhere, row[-1]) for row in table]
+    rows = [
+        Entry((row[0], row[1]), (row[2], row[3]) if len(row) == 5 else everywhere, row[-1])
+        for row in table
+    ]
     return Schedule((), tuple(sorted(rows, key=lambda entry: (entry.context, entry.batch))))
 
 
 def _is_entry(row: Any) -> bool:
-    return isinstance(row, list) and len(row) in (3, 5) and all(isinstance(n, int) and n >= 0 for n in row)
+    return (
+        isinstance(row, list)
+        and len(row) in (3, 5)
+        and all(isinstance(n, int) and n >= 0 for n in row)
+    )
 
 
 def _sglang(schedule: Schedule, setup: Setup, method: str) -> Settings:
-    command = ["python", "-m", "sglang.launch_server", "--model-path", _target(setup), *_ranks("--tp", setup)]
+    command = [
+        "python",
+        "-m",
+        "sglang.launch_server",
+        "--model-path",
+        _target(setup),
+        *_ranks("--tp", setup),
+    ]
     if schedule.max_gamma == 0:
         return Settings(None, command, NEVER)
     slots = {str(entry.batch[0]): {"candidate_steps": [entry.gamma]} for entry in schedule.entries}
@@ -114,13 +150,18 @@ def _tensorrt_llm(schedule: Schedule, setup: Setup, method: str) -> Settings:
     if first == 0:
         return Settings(None, command, FROM_LARGER if schedule.max_gamma else NEVER)
     lengths = {entry.batch[1]: min(entry.gamma, first) for entry in schedule.entries}
-    while len(lengths) > 1 and lengths[max(lengths)] == 0:  # beyond the last entry it does not speculate anyway
+    # Beyond the last entry it does not speculate anyway.
+    while len(lengths) > 1 and lengths[max(lengths)] == 0:
         del lengths[max(lengths)]
-    config: dict[str, Any] = {"decoding_type": method, "max_draft_len": first} | _model("speculative_model", setup)
+    config: dict[str, Any] = {"decoding_type": method, "max_draft_len": first} | _model(
+        "speculative_model", setup
+    )
     config["draft_len_schedule"] = lengths
     note = ""
     if schedule.max_gamma > first:
-        note = f"gamma is at most {first}, that of the smallest batch: a limit of draft_len_schedule"
+        note = (
+            f"gamma is at most {first}, that of the smallest batch: a limit of draft_len_schedule"
+        )
     content = yaml.safe_dump({"speculative_config": config}, sort_keys=False)
     return Settings(content, [*command, "--extra_llm_api_options", FILE], note)
 
@@ -133,18 +174,31 @@ def _llamacpp(schedule: Schedule, setup: Setup, method: str) -> Settings:
     return Settings(None, words, "one gamma for all batches")
 
 
-FROM_LARGER = "it pays with larger batches only, which draft_len_schedule cannot say: its first entry is the largest"
+FROM_LARGER = (
+    "it pays with larger batches only, which draft_len_schedule cannot say: its first entry is the"
+    " largest"
+)
 NEVER = "speculation is not predicted to pay: serve without it"
 FORMS = {
     "vllm": EngineForm(
-        "vLLM", {"model": "draft_model", "ngram": "ngram", "eagle3": "eagle3", "suffix": "suffix"}, _vllm, ".json"
+        "vLLM",
+        {"model": "draft_model", "ngram": "ngram", "eagle3": "eagle3", "suffix": "suffix"},
+        _vllm,
+        ".json",
     ),
     "vllm_by_context": EngineForm(
-        "vLLM", {"model": "draft_model", "ngram": "ngram", "eagle3": "eagle3"}, _vllm, ".json", by_context=True
+        "vLLM",
+        {"model": "draft_model", "ngram": "ngram", "eagle3": "eagle3"},
+        _vllm,
+        ".json",
+        by_context=True,
     ),
     "sglang": EngineForm("SGLang's adaptive speculation", {"eagle3": "EAGLE3"}, _sglang, ".json"),
     "tensorrt_llm": EngineForm(
-        "TensorRT-LLM", {"model": "Draft_Target", "ngram": "NGram", "eagle3": "Eagle3"}, _tensorrt_llm, ".yaml"
+        "TensorRT-LLM",
+        {"model": "Draft_Target", "ngram": "NGram", "eagle3": "Eagle3"},
+        _tensorrt_llm,
+        ".yaml",
     ),
     "llamacpp": EngineForm("llama.cpp", {"model": "-md DRAFT.gguf"}, _llamacpp, by_batch=False),
 }

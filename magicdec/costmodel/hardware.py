@@ -1,7 +1,8 @@
 """Machines as the cost model sees them: the datasheet's figures, and how much of them is achieved.
 
-A name is a count and a device: `8xA100`, `4xl40`, `h200_nvl`. Where no calibration exists for a device, the datasheet
-is combined with the achieved fractions of the most similar calibrated one, and the note says so.
+A name is a count and a device: `8xA100`, `4xl40`, `h200_nvl`. Where no calibration exists for a
+device, the datasheet is combined with the achieved fractions of the most similar calibrated one,
+and the note says so.
 """
 
 import re
@@ -19,7 +20,8 @@ from magicdec.units import GIB
 CALIBRATED = Path(__file__).parent / "calibrated"
 OPTIONS = CONF / "hardware"
 OWN_STACK = "magicdec"
-CPU = "cpu"  # the name of any: there are no datasheets, and its fractions are of figures that a run measures
+# The name of any: there are no datasheets, and its fractions are of figures that a run measures.
+CPU = "cpu"
 REFERENCE_DRAFT_RANKS = 4  # of its 8 GPUs: TinyLlama has 4 KV heads
 NAME = r"(?:(\d+)x)?([a-z]\w*)"  # a count and a device
 
@@ -30,11 +32,13 @@ class Link:
 
     name: str
     bandwidth: float  # bytes per second that a GPU sends, and as many that it receives
-    # One of an all-reduce's log2(ranks) hops, in microseconds. NVLink: 8, 14 and 17 us on 2, 4 and 8 H100s (vLLM's
-    # kernel at 256 KB and 1 MB, extrapolated to 0; sgl-project/sglang#2904). PCIe: 43 us on 8 GPUs (NVIDIA/nccl#1530).
+    # One of an all-reduce's log2(ranks) hops, in microseconds. NVLink: 8, 14 and 17 us on 2, 4 and
+    # 8 H100s (vLLM's kernel at 256 KB and 1 MB, extrapolated to 0; sgl-project/sglang#2904). PCIe:
+    # 43 us on 8 GPUs (NVIDIA/nccl#1530).
     hop_us: float
-    # The share of the bandwidth that all-reduces reach, without calibration. NVLink, at the megabyte or so of a decode
-    # step: see magicdec/costmodel/calibration.py. PCIe: 28 of 64 GB/s on 8 GPUs (PCIe 5.0, NVIDIA/nccl#1639).
+    # The share of the bandwidth that all-reduces reach, without calibration. NVLink, at the
+    # megabyte or so of a decode step: see magicdec/costmodel/calibration.py. PCIe: 28 of 64 GB/s on
+    # 8 GPUs (PCIe 5.0, NVIDIA/nccl#1639).
     fraction: float
 
 
@@ -46,13 +50,16 @@ PCIE5 = Link("PCIe 5.0 x16", 64e9, 14.0, 0.44)
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator, by its datasheet (dense matmuls). The driver's name for it contains every word of `name`."""
+    """One accelerator, by its datasheet (dense matmuls). The driver's name for it contains every
+    word of `name`.
+    """
 
     name: str
     bandwidth: float  # bytes per second of its memory
     flops: float  # per second, bf16 with fp32 accumulation
     memory: float  # bytes
-    num_sms: int | None = None  # None where attention is not scheduled in tiles on streaming multiprocessors
+    # None where attention is not scheduled in tiles on streaming multiprocessors.
+    num_sms: int | None = None
     link: Link = PCIE4
 
 
@@ -82,14 +89,17 @@ class Stack:
     name: str
     # The output head's weights divided over the ranks, or read whole by each.
     sharded_head: bool = True
-    # The number of times that a row's logits are moved to choose a token: written and read once by a fused argmax.
+    # The number of times that a row's logits are moved to choose a token: written and read once by
+    # a fused argmax.
     logit_passes: float = 2.0
     # T_V includes the choice of tokens; otherwise a round pays for it in addition to T_V.
     verify_chooses: bool = True
-    # Policies whose self-draft takes the target's exact KV after each verification, and so feeds one token in its
-    # first step. All others feed two, as independent drafts do: the last proposal may never have been seen.
+    # Policies whose self-draft takes the target's exact KV after each verification, and so feeds
+    # one token in its first step. All others feed two, as independent drafts do: the last proposal
+    # may never have been seen.
     exact_kv_policies: frozenset[str] | None = None  # None: all
-    # Ranks that share an independent draft unless a configuration says how many; None: all of the target's.
+    # Ranks that share an independent draft unless a configuration says how many; None: all of the
+    # target's.
     draft_ranks: int | None = None
 
     def refed_tokens(self, shares_target: bool, policy: str) -> int:
@@ -102,12 +112,14 @@ STACKS = {
     stack.name: stack
     for stack in (
         Stack("magicdec"),
-        # github.com/Infini-AI-Lab/MagicDec at commit 5fb682c, the last before its A100 tables: tp.py shards layers but
-        # not the head; logits are written, copied (2) and read by a radix top-k (2 digits and the gather);
-        # selfspec_benchmark.py samples after the verification's time was taken.
+        # github.com/Infini-AI-Lab/MagicDec at commit 5fb682c, the last before its A100 tables:
+        # tp.py shards layers but not the head; logits are written, copied (2) and read by a radix
+        # top-k (2 digits and the gather); selfspec_benchmark.py samples after the verification's
+        # time was taken.
         Stack("reference-2024-08", False, 6.0, False, frozenset(), REFERENCE_DRAFT_RANKS),
-        # The same at commit 09cd671, which has SnapKV and Llama-3.2-1B as its H100 tables do: head sharded, argmax
-        # inside the pass; SnapKV's draft takes the KV of verification, StreamingLLM's does not.
+        # The same at commit 09cd671, which has SnapKV and Llama-3.2-1B as its H100 tables do: head
+        # sharded, argmax inside the pass; SnapKV's draft takes the KV of verification,
+        # StreamingLLM's does not.
         Stack("reference-2024-11", True, 2.0, True, frozenset({"snapkv"}), REFERENCE_DRAFT_RANKS),
     )
 }
@@ -115,7 +127,9 @@ STACKS = {
 
 @dataclass(frozen=True)
 class Hardware:
-    """A machine as the cost model sees it: `count` devices, what they achieve, and the software that achieved it."""
+    """A machine as the cost model sees it: `count` devices, what they achieve, and the software
+    that achieved it.
+    """
 
     name: str
     device: Device
@@ -130,15 +144,27 @@ class Hardware:
         return self.device.bandwidth * self.efficiency.bandwidth_fraction
 
     def matmul_rate(self, rows: float) -> float:
-        """Return the achieved FLOPs per second of one device, for matmuls of `rows` rows: it saturates."""
-        return self.device.flops * self.efficiency.matmul_fraction * rows / (rows + self.efficiency.matmul_half_rows)
+        """Return the achieved FLOPs per second of one device, for matmuls of `rows` rows: it
+        saturates.
+        """
+        return (
+            self.device.flops
+            * self.efficiency.matmul_fraction
+            * rows
+            / (rows + self.efficiency.matmul_half_rows)
+        )
 
     def allreduce_time(self, num_bytes: float, ranks: int) -> float:
-        """Return the seconds of an all-reduce: log2(ranks) hops, and 2 (n - 1) / n of the bytes over the link."""
+        """Return the seconds of an all-reduce: log2(ranks) hops, and 2 (n - 1) / n of the bytes
+        over the link.
+        """
         if ranks == 1:
             return 0.0
         rate = self.device.link.bandwidth * self.efficiency.allreduce_bandwidth_fraction
-        return self.efficiency.allreduce_hop_us * 1e-6 * log(ranks, 2) + 2 * (ranks - 1) / ranks * num_bytes / rate
+        return (
+            self.efficiency.allreduce_hop_us * 1e-6 * log(ranks, 2)
+            + 2 * (ranks - 1) / ranks * num_bytes / rate
+        )
 
 
 def parse_name(name: str) -> tuple[int, Device]:
@@ -146,12 +172,16 @@ def parse_name(name: str) -> tuple[int, Device]:
     count, device = _named(name)
     if device is None or not count:
         valid = ", ".join(map(_key, DEVICES))
-        raise UserError(f"hardware={name} is not known; name a count and one of {valid}, such as 8xa100")
+        raise UserError(
+            f"hardware={name} is not known; name a count and one of {valid}, such as 8xa100"
+        )
     return count, device
 
 
 def hardware_named(name: str, stack: str | None = None) -> Hardware:
-    """Return the machine of that name; `stack` replaces the software that its calibration describes."""
+    """Return the machine of that name; `stack` replaces the software that its calibration
+    describes.
+    """
     return configured(name, parse_name(name)[0], stack=stack)
 
 
@@ -164,16 +194,22 @@ def configured(
     efficiency: Efficiency | None = None,
     stack: str | None = None,
 ) -> Hardware:
-    """Return the machine of a `hardware` group, whose figures replace those of the named device's datasheet.
+    """Return the machine of a `hardware` group, whose figures replace those of the named device's
+    datasheet.
 
-    `count` is the number of devices that share the model; the count in the name does not matter. Without an
-    `efficiency` it is the device's own calibration, or that of the most similar device.
+    `count` is the number of devices that share the model; the count in the name does not matter.
+    Without an `efficiency` it is the device's own calibration, or that of the most similar device.
     """
     known = _named(name)[1]
     for key, value in (("bandwidth_gbs", bandwidth_gbs), ("tflops", tflops)):
         if known is None and value is None:
-            valid = ", ".join(path.stem for path in sorted(OPTIONS.glob("*.yaml")) if _named(path.stem)[1])
-            raise UserError(f"hardware.{key}=null: predicting for hardware={name} needs it; or choose one of {valid}")
+            valid = ", ".join(
+                path.stem for path in sorted(OPTIONS.glob("*.yaml")) if _named(path.stem)[1]
+            )
+            raise UserError(
+                f"hardware.{key}=null: predicting for hardware={name} needs it; or choose one of"
+                f" {valid}"
+            )
     base = known or Device(name, 0.0, 0.0, inf)
     device = replace(
         base,
@@ -182,17 +218,29 @@ def configured(
         memory=base.memory if memory_gib is None else memory_gib * GIB,
     )
     if efficiency is not None:
-        return Hardware(name, device, count, efficiency, _stack(stack or OWN_STACK), "calibrated by its configuration")
+        return Hardware(
+            name,
+            device,
+            count,
+            efficiency,
+            _stack(stack or OWN_STACK),
+            "calibrated by its configuration",
+        )
     source = CPU if name == CPU and CPU in _calibrations() else _most_similar(device)
     calibrated, achieved, calibrated_stack = _calibrations()[source]
     note = f"calibrated on {calibrated}"
     if source not in (CPU, device.name):
-        note = f"no calibration for {device.name}: its bandwidth and FLOPs, with the achieved fractions of {calibrated}"
+        note = (
+            f"no calibration for {device.name}: its bandwidth and FLOPs, with the achieved"
+            f" fractions of {calibrated}"
+        )
         if device.num_sms is None:  # no tensor cores, whose tiles few rows leave half empty
             achieved = replace(achieved, matmul_half_rows=0.0)
         if device.link.hop_us != DEVICES[source].link.hop_us:  # a link of another kind
             link = device.link
-            achieved = replace(achieved, allreduce_hop_us=link.hop_us, allreduce_bandwidth_fraction=link.fraction)
+            achieved = replace(
+                achieved, allreduce_hop_us=link.hop_us, allreduce_bandwidth_fraction=link.fraction
+            )
     return Hardware(name, device, count, achieved, _stack(stack or calibrated_stack), note)
 
 
@@ -209,7 +257,9 @@ def _key(name: str) -> str:
 def _named(name: str) -> tuple[int, Device | None]:
     """Return the count and the device of a name, None for a device without a datasheet."""
     count, key = match.groups() if (match := re.fullmatch(NAME, _key(name))) else (None, "")
-    return int(count or 1), next((device for device in DEVICES.values() if _key(device.name) == key), None)
+    return int(count or 1), next(
+        (device for device in DEVICES.values() if _key(device.name) == key), None
+    )
 
 
 def _stack(name: str) -> Stack:
@@ -219,18 +269,25 @@ def _stack(name: str) -> Stack:
 
 
 def device_in(text: str) -> Device | None:
-    """Return the known device named in a driver's text, such as "NVIDIA H100 80GB HBM3"; None for others.
+    """Return the known device named in a driver's text, such as "NVIDIA H100 80GB HBM3"; None for
+    others.
 
-    Of several that match, return the one with most words: a card has another bandwidth than a module. Return None for a
-    slice of a GPU (MIG).
+    Of several that match, return the one with most words: a card has another bandwidth than a
+    module. Return None for a slice of a GPU (MIG).
     """
     words = set(re.findall(r"[a-z0-9]+", text.lower()))
     found = [device for device in DEVICES.values() if words.issuperset(device.name.lower().split())]
-    return max(found, key=lambda device: len(device.name.split()), default=None) if "mig" not in words else None
+    return (
+        max(found, key=lambda device: len(device.name.split()), default=None)
+        if "mig" not in words
+        else None
+    )
 
 
 def _most_similar(device: Device) -> str:
-    """Return the calibrated device nearest in bandwidth and FLOPs, by their ratios; itself where it is calibrated."""
+    """Return the calibrated device nearest in bandwidth and FLOPs, by their ratios; itself where it
+    is calibrated.
+    """
     if device.name in DEVICES and device.name in _calibrations():
         return device.name
 
@@ -243,7 +300,9 @@ def _most_similar(device: Device) -> str:
 
 @cache
 def _calibrations() -> dict[str, tuple[str, Efficiency, str]]:
-    """Return for each device the calibrated machine's name, its efficiency, and the stack that was measured."""
+    """Return for each device the calibrated machine's name, its efficiency, and the stack that was
+    measured.
+    """
     found = {}
     for path in sorted(CALIBRATED.glob("*.yaml")):
         content = yaml.safe_load(path.read_text())

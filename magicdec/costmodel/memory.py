@@ -1,4 +1,5 @@
-"""The memory of a run or a prediction: weights and caches from their sizes, without allocating or loading anything.
+"""The memory of a run or a prediction: weights and caches from their sizes, without allocating or
+loading anything.
 
 The rest, mostly activations, is found by a dry run of the model (magicdec/measure/footprint.py).
 """
@@ -17,8 +18,8 @@ from magicdec.costmodel.round import Setup
 class Memory:
     """Bytes that the fullest device holds.
 
-    `transient` is the most that is held in addition to weights and caches at any time. A prediction counts in it only
-    the cache through which an independent draft prefills.
+    `transient` is the most that is held in addition to weights and caches at any time. A prediction
+    counts in it only the cache through which an independent draft prefills.
     """
 
     target_weights: float
@@ -26,7 +27,8 @@ class Memory:
     draft_weights: float
     draft_kv: float
     transient: float
-    captured: float = 0.0  # what rounds hold of `transient`: once they are captured, a graph keeps that memory
+    # What rounds hold of `transient`: once they are captured, a graph keeps that memory.
+    captured: float = 0.0
 
     @property
     def weights(self) -> float:
@@ -60,15 +62,22 @@ def memory(setup: Setup, gamma: int, generate_len: int = 0) -> Memory:
         transient += 0.0 if shares_target else rows * _prefill_bytes(spec, model, size)
     return Memory(
         target_weights=setup.target.num_parameters / setup.ranks * setup.weight_bytes,
-        target_kv=rows * target.kv_elements_per_token * (length + gamma + draft.extra_tokens + 1) * size,
+        target_kv=rows
+        * target.kv_elements_per_token
+        * (length + gamma + draft.extra_tokens + 1)
+        * size,
         draft_weights=draft_weights / setup.draft_ranks,
         draft_kv=draft_kv,
         transient=transient,
     )
 
 
-def _draft_caches(setup: Setup, gamma: int, max_len: int) -> Iterator[tuple[CacheSpec, ModelConfig, bool]]:
-    """Yield the draft's caches, each with its model and whether its entries are chosen from the target's own."""
+def _draft_caches(
+    setup: Setup, gamma: int, max_len: int
+) -> Iterator[tuple[CacheSpec, ModelConfig, bool]]:
+    """Yield the draft's caches, each with its model and whether its entries are chosen from the
+    target's own.
+    """
     draft = setup.draft
     for key, cache in draft.caches(setup.cache).items():
         is_own = draft.needs_model and key == draft.own_cache_key
@@ -76,15 +85,18 @@ def _draft_caches(setup: Setup, gamma: int, max_len: int) -> Iterator[tuple[Cach
         slots = draft.round_slots(gamma) if is_own else gamma + draft.extra_tokens + 1
         if draft.keeps_entries:
             yield CacheSpec(POLICIES["full"].facts(), slots - 1, max_len), model, False
-        is_longer, shares = max_len > model.max_position_embeddings, draft.keeps_entries or not is_own
+        is_longer, shares = (
+            max_len > model.max_position_embeddings,
+            draft.keeps_entries or not is_own,
+        )
         yield CacheSpec(cache, slots - 1, max_len, is_longer), model, shares
 
 
 def _prefill_bytes(spec: CacheSpec, model: ModelConfig, element_bytes: float) -> float:
     """Return the bytes that an independent draft holds during prefill in addition to its cache.
 
-    A policy that bounds positions prefills through another cache of its own kind, the other compact ones through one of
-    every entry.
+    A policy that bounds positions prefills through another cache of its own kind, the other compact
+    ones through one of every entry.
     """
     if not spec.cache.compact:
         return 0.0

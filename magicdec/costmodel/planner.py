@@ -1,7 +1,8 @@
-"""The search: which draft, policy, budget and gamma to run for a target on a machine, under a latency bound.
+"""The search: which draft, policy, budget and gamma to run for a target on a machine, under a
+latency bound.
 
-Only configurations with a known acceptance can be ranked; the others are listed with the alpha from which they would
-pay, because a guess would decide the ranking.
+Only configurations with a known acceptance can be ranked; the others are listed with the alpha from
+which they would pay, because a guess would decide the ranking.
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,7 +26,9 @@ FOUND_BY = "# Found by:"  # in the experiments that it writes
 
 @dataclass(frozen=True)
 class Candidate:
-    """A configuration that could be run: speculative, or autoregressive where `prediction` is None."""
+    """A configuration that could be run: speculative, or autoregressive where `prediction` is
+    None.
+    """
 
     setup: Setup
     prediction: Prediction | None
@@ -48,7 +51,9 @@ class Candidate:
 
     @property
     def speedup_wall(self) -> float | None:
-        """Return the speedup of a batch that waits for its slowest row; None if the number of tokens is unknown."""
+        """Return the speedup of a batch that waits for its slowest row; None if the number of
+        tokens is unknown.
+        """
         return self.prediction.speedup_wall(self.prediction.best) if self.prediction else 1.0
 
 
@@ -75,9 +80,10 @@ def search(
 ) -> Ranking:
     """Rank configurations of `setup`'s target, machine and context.
 
-    `drafts` and `caches`, at any budget, are those to search; empty: those of `setup`. A given `alpha` is that of the
-    setup's own draft, cache and budget, and no others are searched. `latency_ms` bounds the time per output token.
-    Raise UserError if even autoregressive decoding of the smallest batch exceeds the memory or the bound.
+    `drafts` and `caches`, at any budget, are those to search; empty: those of `setup`. A given
+    `alpha` is that of the setup's own draft, cache and budget, and no others are searched.
+    `latency_ms` bounds the time per output token. Raise UserError if even autoregressive decoding
+    of the smallest batch exceeds the memory or the bound.
     """
     drafts, caches = tuple(drafts) or (setup.draft,), tuple(caches) or (setup.cache,)
     found: list[Candidate] = []
@@ -113,18 +119,26 @@ def _setups(
                 continue
             found = setup.at(draft=draft, cache=cache)
             known = curves.budgets(found)
-            others = [budget for budget in BUDGETS if not any(is_same(budget, other) for other in known)]
+            others = [
+                budget for budget in BUDGETS if not any(is_same(budget, other) for other in known)
+            ]
             for budget in (setup.context,) if not cache.has_budget else sorted(known + others):
                 if budget <= setup.context:
                     yield found.at(budget=budget)
 
 
-def _nothing(setup: Setup, batches: Sequence[int] | None, found: Sequence[Candidate], latency_ms: float | None) -> str:
+def _nothing(
+    setup: Setup,
+    batches: Sequence[int] | None,
+    found: Sequence[Candidate],
+    latency_ms: float | None,
+) -> str:
     smallest = min(batches or (setup.batch,))
     if not found:
         return (
-            f"batch.size={smallest} at batch.context_len={setup.context} does not fit into the memory of "
-            f"hardware={setup.hardware.name}; take a smaller batch, a shorter context or more GPUs"
+            f"batch.size={smallest} at batch.context_len={setup.context} does not fit into the"
+            f" memory of hardware={setup.hardware.name}; take a smaller batch, a shorter context or"
+            " more GPUs"
         )
     fastest = min(1e3 * one.time_per_token_s for one in found)
     return f"scenario.latency_ms={latency_ms}: the fastest plan takes {fastest:.1f} ms per token"
@@ -145,7 +159,9 @@ def experiment_yaml(best: Candidate, command: str) -> str:
         found = f"{faster} over autoregressive, {speed}; alpha {alpha:.2f} ({source})."
         options |= {"target@draft.model": draft.model.name} if draft.model else {}
         values["draft"] = {"gamma": best.gamma}
-        values["draft"] |= {} if draft.tensor_parallel is None else {"tensor_parallel": draft.tensor_parallel}
+        values["draft"] |= (
+            {} if draft.tensor_parallel is None else {"tensor_parallel": draft.tensor_parallel}
+        )
         if draft.is_model:
             options["cache"] = cache.policy
             values["cache"] = {"budget": cache.budget} if cache.has_budget else {}
@@ -168,7 +184,9 @@ class Workload:
     def context_len(self) -> int:
         """Return the mean context of a decoding step, which is linear in the context."""
         tokens = sum(output for _, output in self.lengths)
-        return round(sum(output * (prompt + output / 2) for prompt, output in self.lengths) / tokens)
+        return round(
+            sum(output * (prompt + output / 2) for prompt, output in self.lengths) / tokens
+        )
 
     @property
     def generate_len(self) -> int:
@@ -185,5 +203,9 @@ class Workload:
         models = [(setup.target, setup.ranks)]
         if drafts and setup.draft.own_model is not None:
             models.append((setup.draft_model, setup.draft_ranks))
-        prompts_s = sum(prefill_s(setup, model, ranks, prompt) for model, ranks in models for prompt, _ in self.lengths)
+        prompts_s = sum(
+            prefill_s(setup, model, ranks, prompt)
+            for model, ranks in models
+            for prompt, _ in self.lengths
+        )
         return batch / (outputs_s + batch * prompts_s / number)

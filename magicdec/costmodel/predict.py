@@ -1,4 +1,5 @@
-"""The prediction for one configuration: times, speedup against gamma, the best gamma, memory, S*; and its verdict.
+"""The prediction for one configuration: times, speedup against gamma, the best gamma, memory, S*;
+and its verdict.
 
 Without an alpha there is no speedup, only the alpha at which speculation breaks even.
 """
@@ -76,27 +77,46 @@ class Prediction:
     @override
     def __repr__(self) -> str:
         setup, best = self.setup, self.best
-        what = f"{setup.target_label} on {setup.hardware.name}, {setup.batch} x {setup.context:,}, {setup.draft_title}"
-        return f"<Prediction: {what}: {self.speedups or 'of unknown acceptance'}, with gamma {best.gamma}>"
+        what = (
+            f"{setup.target_label} on {setup.hardware.name}, {setup.batch} x {setup.context:,},"
+            f" {setup.draft_title}"
+        )
+        return (
+            f"<Prediction: {what}: {self.speedups or 'of unknown acceptance'}, with gamma"
+            f" {best.gamma}>"
+        )
 
     @cached_property
     def best(self) -> AtGamma:
-        """Return the gamma with the highest speedup; without an alpha, the one with the lowest break-even alpha."""
+        """Return the gamma with the highest speedup; without an alpha, the one with the lowest
+        break-even alpha.
+        """
         if self.estimate is not None:
             return max(self.by_gamma, key=lambda at: at.speedup or 0.0)
-        return min(self.by_gamma, key=lambda at: 2.0 if at.break_even_alpha is None else at.break_even_alpha)
+        return min(
+            self.by_gamma,
+            key=lambda at: 2.0 if at.break_even_alpha is None else at.break_even_alpha,
+        )
 
     @property
     def speedups(self) -> str:
         """Return both speedups at the best gamma, in words; "" without an alpha."""
-        return "" if self.best.speedup is None else both_speedups(self.best.speedup, self.speedup_wall(self.best))
+        return (
+            ""
+            if self.best.speedup is None
+            else both_speedups(self.best.speedup, self.speedup_wall(self.best))
+        )
 
     def speedup_wall(self, at: AtGamma) -> float | None:
-        """Return the speedup of the whole batch at one of `by_gamma`; None without an alpha or tokens to generate."""
+        """Return the speedup of the whole batch at one of `by_gamma`; None without an alpha or
+        tokens to generate.
+        """
         if at.alpha is None or self.generate_len < 2:
             return None
         steps = self.generate_len - 1  # the prefill gives the first token
-        return batch_speedup(at.gamma, at.alpha, self.setup.batch, steps, at.times.target.total, at.times.round_s)
+        return batch_speedup(
+            at.gamma, at.alpha, self.setup.batch, steps, at.times.target.total, at.times.round_s
+        )
 
     @cached_property
     def memory(self) -> Memory:
@@ -114,10 +134,14 @@ class Prediction:
         return critical_context(self.setup, self.best.gamma, self.batches)
 
     def metrics(self) -> dict[str, float | int | str | None]:
-        """Return flat values under `predicted/`, as result.json and W&B hold them; times in milliseconds."""
+        """Return flat values under `predicted/`, as result.json and W&B hold them; times in
+        milliseconds.
+        """
         best, times, hardware = self.best, self.best.times, self.setup.hardware
         cache, steps = self.setup.cache, times.steps(self.setup.cache)
-        steps_per_selection = 1 if cache.selects == "step" else best.gamma * cache.rounds_per_selection
+        steps_per_selection = (
+            1 if cache.selects == "step" else best.gamma * cache.rounds_per_selection
+        )
         values: dict[str, float | int | str | None] = {
             "speedup": best.speedup,
             "speedup_wall": self.speedup_wall(best),
@@ -135,12 +159,17 @@ class Prediction:
             "memory_gib": self.memory.total / GIB,
             "fits": self.fits,
             "arithmetic_intensity": arithmetic_intensity(self.setup.target_pass, hardware),
-            "ridge": hardware.device.flops / hardware.device.bandwidth,  # above it, the device is bound by compute
+            # Above it, the device is bound by compute.
+            "ridge": hardware.device.flops / hardware.device.bandwidth,
             "calibration": hardware.note,
         }
         for step, time in steps.items():
             values |= {f"{step}/{part}_ms": 1e3 * value for part, value in time._asdict().items()}
-        values |= {f"speedup/gamma_{at.gamma}": at.speedup for at in self.by_gamma if at.speedup is not None}
+        values |= {
+            f"speedup/gamma_{at.gamma}": at.speedup
+            for at in self.by_gamma
+            if at.speedup is not None
+        }
         return {f"predicted/{name}": value for name, value in values.items()}
 
 
@@ -152,7 +181,9 @@ def predict(
     generate_len: int = 0,
     batches: tuple[int, int] = BATCHES,
 ) -> Prediction:
-    """Predict a configuration at each of `gammas`. `alpha` is given, or looked up in `curves`, or unknown."""
+    """Predict a configuration at each of `gammas`. `alpha` is given, or looked up in `curves`, or
+    unknown.
+    """
     estimate = Estimate(alpha, "given") if alpha is not None else None
     if estimate is None and curves is not None:
         estimate = curves.estimate(setup, generate_len)
@@ -165,11 +196,13 @@ def predict(
 
 
 def critical_context(setup: Setup, gamma: int, batches: tuple[int, int] = BATCHES) -> int | None:
-    """Return S*: the smallest context at which the larger of two batches speeds up at least as much as the smaller.
+    """Return S*: the smallest context at which the larger of two batches speeds up at least as much
+    as the smaller.
 
-    Beyond it the KV cache is what decoding loads, and speculation gains with the batch. Acceptance cancels out. None
-    where there is none up to the target's longest context. (The two ends are compared, not every step between:
-    attention's tiles come in waves, which makes speedup rise and fall by a few percent with the batch.)
+    Beyond it the KV cache is what decoding loads, and speculation gains with the batch. Acceptance
+    cancels out. None where there is none up to the target's longest context. (The two ends are
+    compared, not every step between: attention's tiles come in waves, which makes speedup rise and
+    fall by a few percent with the batch.)
     """
     setups = [setup.at(batch=batch) for batch in batches]
 
@@ -196,22 +229,28 @@ def verdict(prediction: Prediction) -> str:
     if best.speedup is None:
         breaks_even = best.break_even_alpha
         if breaks_even is None:
-            text = f"this configuration is predicted never to pay: {where}, {_reason(best)}; {limit}"
+            text = (
+                f"this configuration is predicted never to pay: {where}, {_reason(best)}; {limit}"
+            )
         else:
             text = (
-                f"no acceptance is known for this configuration, so there is no verdict: it pays if alpha exceeds "
-                f"{breaks_even:.2f} at gamma {best.gamma} ({where}); {limit}. {_remedy(prediction)}"
+                "no acceptance is known for this configuration, so there is no verdict: it pays if"
+                f" alpha exceeds {breaks_even:.2f} at gamma {best.gamma} ({where}); {limit}."
+                f" {_remedy(prediction)}"
             )
     else:
         known = prediction.estimate
         assert known is not None
         basis = "measured acceptance, predicted times; " if known.is_measured else ""
         text = (
-            f"this configuration is predicted to run at {prediction.speedups}, with gamma {best.gamma}: {where}, "
-            f"{_reason(best)}; {limit} ({basis}alpha {known.alpha:.2f}: {known.source})"
+            f"this configuration is predicted to run at {prediction.speedups}, with gamma"
+            f" {best.gamma}: {where}, {_reason(best)}; {limit} ({basis}alpha {known.alpha:.2f}:"
+            f" {known.source})"
         )
     needed, device = prediction.memory.total / GIB, prediction.setup.hardware.device
-    unfit = f". It needs {needed:.0f} GiB of {device.memory / GIB:.0f} on each GPU, so it does not fit"
+    unfit = (
+        f". It needs {needed:.0f} GiB of {device.memory / GIB:.0f} on each GPU, so it does not fit"
+    )
     return text if prediction.fits else f"{text}{unfit}"
 
 
@@ -223,7 +262,11 @@ def pays_from(at: AtGamma) -> str:
 def _remedy(prediction: Prediction) -> str:
     """Return what would give a verdict."""
     budgets = ", ".join(map(str, prediction.known_budgets))
-    known = f"Choose a budget with a known acceptance (cache.budget={budgets})" if budgets else "Measure it with a run"
+    known = (
+        f"Choose a budget with a known acceptance (cache.budget={budgets})"
+        if budgets
+        else "Measure it with a run"
+    )
     return f"{known}, or give one, such as scenario.alpha={ASSUMED}"
 
 
@@ -235,14 +278,18 @@ def _critical_context(prediction: Prediction) -> str:
 
 
 def _reason(at: AtGamma) -> str:
-    """Return what the baseline spends its time on if speculation pays, else what speculation spends it on."""
+    """Return what the baseline spends its time on if speculation pays, else what speculation spends
+    it on.
+    """
     times, decoding = at.times, at.times.target
     if (at.speedup or 0.0) >= 1.0:
         return f"decoding is {BOUND_BY[decoding.largest]}"
     drafting = times.draft.plus(times.select).scaled(times.gamma)
-    # The time beyond that of decoding; an operator that becomes bound by compute counts with all its time.
+    # The time beyond that of decoding; an operator that becomes bound by compute counts with all
+    # its time.
     extra = times.verify.plus(decoding, -1.0)
     return (
-        f"drafting takes {drafting.total / decoding.total:.2f} decoding steps and is {BOUND_BY[drafting.largest]}, "
-        f"verification takes {times.verify.total / decoding.total:.2f} and is {BOUND_BY[extra.largest]}"
+        f"drafting takes {drafting.total / decoding.total:.2f} decoding steps and is"
+        f" {BOUND_BY[drafting.largest]}, verification takes"
+        f" {times.verify.total / decoding.total:.2f} and is {BOUND_BY[extra.largest]}"
     )

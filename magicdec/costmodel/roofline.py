@@ -1,8 +1,9 @@
 """The roofline of one forward pass: FLOPs and bytes of every operator, and the time they take.
 
-B rows, T query tokens each, S cached tokens each, N = B T rows of a matmul; one rank's share under tensor
-parallelism. An operator takes max(bytes / bandwidth, FLOPs / rate), plus the part of the shorter that the machine does
-not hide behind the longer. A layer adds launch overhead and, with several ranks, two all-reduces (Megatron).
+B rows, T query tokens each, S cached tokens each, N = B T rows of a matmul; one rank's share under
+tensor parallelism. An operator takes max(bytes / bandwidth, FLOPs / rate), plus the part of the
+shorter that the machine does not hide behind the longer. A layer adds launch overhead and, with
+several ranks, two all-reduces (Megatron).
 """
 
 from collections import Counter
@@ -14,8 +15,9 @@ from magicdec.architectures import ModelConfig
 from magicdec.costmodel.hardware import Hardware
 
 BF16 = 2.0  # bytes
-# Split-KV kernels stop splitting once tiles of (row, KV head) fill this share of the places a GPU has for them
-# (num_splits_heuristic in FlashAttention's flash_api.cpp; FlashInfer's planner likewise), two places to an SM.
+# Split-KV kernels stop splitting once tiles of (row, KV head) fill this share of the places a GPU
+# has for them (num_splits_heuristic in FlashAttention's flash_api.cpp; FlashInfer's planner
+# likewise), two places to an SM.
 UNSPLIT_SHARE, TILES_PER_SM = 0.8, 2
 _share = cache(ModelConfig.shared_by)
 
@@ -72,7 +74,8 @@ class Pass(NamedTuple):
     weight_bytes: float = BF16  # of an element of a layer's matrices
     kv_bytes: float = BF16
     activation_bytes: float = BF16
-    head_bytes: float | None = None  # of the head's weights, which are never quantized; None: as activations
+    # Of the head's weights, which are never quantized; None: as activations.
+    head_bytes: float | None = None
     chooses: bool = True  # whether the choice of tokens from the logits belongs to it
 
 
@@ -89,7 +92,9 @@ def step_time(forward: Pass, hardware: Hardware) -> StepTime:
     model, layers = forward.model, forward.model.num_layers
     message = forward.batch * forward.query_tokens * model.hidden_size * forward.activation_bytes
     times["communication"] = 2 * layers * hardware.allreduce_time(message, forward.ranks)
-    overhead_us = layers * hardware.efficiency.layer_overhead_us + hardware.efficiency.step_overhead_us
+    overhead_us = (
+        layers * hardware.efficiency.layer_overhead_us + hardware.efficiency.step_overhead_us
+    )
     times["overhead"] = 1e-6 * overhead_us
     return StepTime(**times)
 
@@ -102,13 +107,17 @@ def operators(forward: Pass, hardware: Hardware) -> list[Operator]:
     vocabulary = ceil(model.num_logits / (forward.ranks if hardware.stack.sharded_head else 1))
     rows, activation = batch * tokens, forward.activation_bytes
 
-    def linear(name: str, number: int, inputs: int, outputs: int, size: float = forward.weight_bytes) -> Operator:
+    def linear(
+        name: str, number: int, inputs: int, outputs: int, size: float = forward.weight_bytes
+    ) -> Operator:
         weights = inputs * outputs
         moved = weights * size + rows * (inputs + outputs) * activation
         return Operator(name, "weights", number, 2 * rows * weights, moved, rows)
 
     def elementwise(name: str, number: int, elements_per_row: float) -> Operator:
-        return Operator(name, "activations", number, 0.0, rows * elements_per_row * activation, rows)
+        return Operator(
+            name, "activations", number, 0.0, rows * elements_per_row * activation, rows
+        )
 
     stretch = tile_stretch(batch * model.num_kv_heads, hardware.device.num_sms)
     attention = [
@@ -131,22 +140,36 @@ def operators(forward: Pass, hardware: Hardware) -> list[Operator]:
         linear("output", layers, q, hidden),
         linear("gate_up", layers, hidden, 2 * ffn),
         linear("down", layers, ffn, hidden),
-        # Two norms with their residual sums: read both, write both. Rotation and cache append. The gate.
+        # Two norms with their residual sums: read both, write both. Rotation and cache append. The
+        # gate.
         elementwise("norms", layers, 8 * hidden),
         elementwise("rope_append", layers, 4 * (q + 2 * kv)),
         elementwise("gate", layers, 3 * ffn),
         linear("head", 1, hidden, vocabulary, forward.head_bytes or activation),
-        elementwise("choice", 1, hardware.stack.logit_passes * vocabulary if forward.chooses else 0.0),
+        elementwise(
+            "choice", 1, hardware.stack.logit_passes * vocabulary if forward.chooses else 0.0
+        ),
     ]
 
 
 def entries_time(forward: Pass, hardware: Hardware) -> StepTime:
-    """Return the seconds in which a head makes entries of the target's hidden states: without attention and MLP."""
+    """Return the seconds in which a head makes entries of the target's hidden states: without
+    attention and MLP.
+    """
     model = _share(forward.model, forward.ranks)
     outputs = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     weights = model.fused_parameters + model.qkv_inputs * outputs
     rows, size = forward.batch * forward.query_tokens, forward.activation_bytes
-    moved = rows * (model.fused_parameters // model.hidden_size + model.hidden_size + model.qkv_inputs + outputs) * size
+    moved = (
+        rows
+        * (
+            model.fused_parameters // model.hidden_size
+            + model.hidden_size
+            + model.qkv_inputs
+            + outputs
+        )
+        * size
+    )
     reading = weights * forward.weight_bytes / hardware.bandwidth
     compute = 2 * rows * weights / hardware.matmul_rate(rows)
     overhead = 1e-6 * hardware.efficiency.layer_overhead_us
@@ -159,18 +182,28 @@ def entries_time(forward: Pass, hardware: Hardware) -> StepTime:
 
 
 def choice_time(forward: Pass, hardware: Hardware) -> float:
-    """Return the seconds to choose tokens from the logits, for a pass that does not include the choice."""
+    """Return the seconds to choose tokens from the logits, for a pass that does not include the
+    choice.
+    """
     share = forward.model.num_logits / (forward.ranks if hardware.stack.sharded_head else 1)
-    moved = hardware.stack.logit_passes * forward.batch * forward.query_tokens * share * forward.activation_bytes
+    moved = (
+        hardware.stack.logit_passes
+        * forward.batch
+        * forward.query_tokens
+        * share
+        * forward.activation_bytes
+    )
     return moved / hardware.bandwidth
 
 
 def tile_stretch(tiles: int, num_sms: int | None) -> float:
-    """Return how much longer attention takes because unsplit tiles come in waves, the last of them unfilled.
+    """Return how much longer attention takes because unsplit tiles come in waves, the last of them
+    unfilled.
 
-    A full wave runs at the memory's speed. Of the last, each tile has an SM to itself, and draws at most the bandwidth
-    of the two tiles that otherwise share it: it takes at least half a wave. (Both paper tables with 256 tiles on an
-    A100, 216 places, show it: their KV reads take 1.25 times as long per byte as those with fewer.)
+    A full wave runs at the memory's speed. Of the last, each tile has an SM to itself, and draws at
+    most the bandwidth of the two tiles that otherwise share it: it takes at least half a wave.
+    (Both paper tables with 256 tiles on an A100, 216 places, show it: their KV reads take 1.25
+    times as long per byte as those with fewer.)
     """
     if num_sms is None:
         return 1.0
@@ -188,13 +221,19 @@ def arithmetic_intensity(forward: Pass, hardware: Hardware) -> float:
 
 
 def layer_weights(model: ModelConfig) -> float:
-    """Return the elements of the matrices of all layers, which are what a draft's quantization makes smaller."""
+    """Return the elements of the matrices of all layers, which are what a draft's quantization
+    makes smaller.
+    """
     q, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    in_features = model.hidden_size * (q + 3 * model.intermediate_size) + model.qkv_inputs * (q + 2 * kv)
+    in_features = model.hidden_size * (q + 3 * model.intermediate_size) + model.qkv_inputs * (
+        q + 2 * kv
+    )
     return model.num_layers * in_features
 
 
 @cache
 def _windows(model: ModelConfig) -> list[tuple[int | None, int]]:
-    """Return each sliding window, None for layers without one, and the number of layers that have it."""
+    """Return each sliding window, None for layers without one, and the number of layers that have
+    it.
+    """
     return list(Counter(model.window_of(layer) for layer in range(model.num_layers)).items())

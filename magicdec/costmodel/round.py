@@ -1,4 +1,6 @@
-"""The times of a round's parts, for a target, a draft, a cache policy, a machine, a batch and a context."""
+"""The times of a round's parts, for a target, a draft, a cache policy, a machine, a batch and a
+context.
+"""
 
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -12,7 +14,8 @@ from magicdec.costmodel.roofline import BF16, Pass, StepTime, choice_time, entri
 from magicdec.costmodel.targets import model_label
 from magicdec.errors import UserError
 
-# The most rows of a matmul for which a GPU reads codes. With more, decoding once costs less than rereading the input.
+# The most rows of a matmul for which a GPU reads codes. With more, decoding once costs less than
+# rereading the input.
 CODE_ROWS = 64
 # The bytes of a weight in a layer's matrices: its code, and a 32nd of its group's scale.
 QUANTIZED_BYTES = {"int8": 1 + BF16 / 32, "int4": 0.5 + BF16 / 32}
@@ -27,16 +30,20 @@ class Setup:
     hardware: Hardware
     batch: int
     context: int
-    draft: DraftConfig = field(default_factory=lambda: DRAFTS["self"].facts())  # with a model's architecture
+    # With a model's architecture.
+    draft: DraftConfig = field(default_factory=lambda: DRAFTS["self"].facts())
     cache: CacheConfig = field(default_factory=lambda: POLICIES["streaming"].facts(budget=512))
     target_name: str = "target"
     target_path: str | None = None  # of its weights
-    element_bytes: float = BF16  # of weights, keys, values and activations, where nothing is quantized
-    stored_weight_bytes: float | None = None  # of weights that are kept in fewer bytes; None: element_bytes
+    # Of weights, keys, values and activations, where nothing is quantized.
+    element_bytes: float = BF16
+    # Of weights that are kept in fewer bytes; None: element_bytes.
+    stored_weight_bytes: float | None = None
 
     def __post_init__(self) -> None:
         if not self.draft.is_model:
-            object.__setattr__(self, "cache", POLICIES["full"].facts())  # nothing is read, whatever the policy
+            # Nothing is read, whatever the policy.
+            object.__setattr__(self, "cache", POLICIES["full"].facts())
         self.draft.check(self.target)
         check_ranks(self.target, self.ranks, self.draft.own_model, self.draft_ranks)
         if self.draft.is_model:
@@ -63,11 +70,15 @@ class Setup:
     def models(self) -> list[tuple[str, str | None]]:
         """Return the names and paths of the target and, if the draft has one, of its own model."""
         draft = self.draft.model if self.draft.needs_model else None
-        return [(self.target_name, self.target_path)] + ([(draft.name, draft.path)] if draft else [])
+        return [(self.target_name, self.target_path)] + (
+            [(draft.name, draft.path)] if draft else []
+        )
 
     @property
     def cache_label(self) -> str:
-        """Return the draft's cache policy and budget, or an empty text for a draft without a cache."""
+        """Return the draft's cache policy and budget, or an empty text for a draft without a
+        cache.
+        """
         parts = [self.cache.policy] + [f"{self.cache.budget:,}"] * self.cache.has_budget
         return " ".join(parts) if self.draft.is_model else ""
 
@@ -87,7 +98,9 @@ class Setup:
         if self.draft.own_model is None:
             return self.ranks
         most = self.hardware.stack.draft_ranks
-        usual = self.ranks if most is None else min(self.ranks, most, self.draft.own_model.num_kv_heads)
+        usual = (
+            self.ranks if most is None else min(self.ranks, most, self.draft.own_model.num_kv_heads)
+        )
         return self.draft.tensor_parallel or usual
 
     @property
@@ -97,7 +110,9 @@ class Setup:
 
     @property
     def draft_weight_bytes(self) -> float:
-        """Return the bytes of a weight in the draft's layers; embedding and head are never quantized."""
+        """Return the bytes of a weight in the draft's layers; embedding and head are never
+        quantized.
+        """
         return QUANTIZED_BYTES.get(self.draft.quantization, self.weight_bytes)
 
     def moved_weight_bytes(self, rows: int) -> float:
@@ -115,7 +130,9 @@ class Setup:
         """Return one autoregressive step of the target."""
         size = self.element_bytes
         weight = self.weight_bytes
-        return Pass(self.target, self.batch, 1, self.context, self.ranks, weight, size, size, weight)
+        return Pass(
+            self.target, self.batch, 1, self.context, self.ranks, weight, size, size, weight
+        )
 
     @cached_property
     def target_time(self) -> StepTime:
@@ -144,7 +161,9 @@ class Setup:
         if refed == 1:
             return later, later
         weight = self.moved_weight_bytes(self.batch * refed)
-        return step_time(step._replace(query_tokens=refed, weight_bytes=weight), self.hardware), later
+        return step_time(
+            step._replace(query_tokens=refed, weight_bytes=weight), self.hardware
+        ), later
 
     @property
     def tokens_read(self) -> int:
@@ -157,7 +176,8 @@ class Setup:
             changes["cache"] = replace(changes.get("cache", self.cache), budget=budget)
         other = replace(self, **changes)
         if changes.keys() == {"context"} and other.tokens_read == self.tokens_read:
-            other.__dict__["draft_step_times"] = self.draft_step_times  # the search for S* needs little else
+            # The search for S* needs little else.
+            other.__dict__["draft_step_times"] = self.draft_step_times
         return other
 
 
@@ -174,10 +194,16 @@ class RoundTimes(NamedTuple):
     @property
     def round_s(self) -> float:
         """Return the seconds of the whole round."""
-        return self.gamma * (self.draft.total + self.select.total) + self.verify.total + self.overhead.total
+        return (
+            self.gamma * (self.draft.total + self.select.total)
+            + self.verify.total
+            + self.overhead.total
+        )
 
     def steps(self, cache: CacheConfig) -> dict[str, StepTime]:
-        """Return T_T, T_D and T_V by the names of runs, whose draft step includes its own selection."""
+        """Return T_T, T_D and T_V by the names of runs, whose draft step includes its own
+        selection.
+        """
         draft = self.draft.plus(self.select, float(cache.selects == "step"))
         return {"target_decode": self.target, "draft": draft, "verify": self.verify}
 
@@ -187,14 +213,18 @@ class RoundTimes(NamedTuple):
 
 
 def round_times(setup: Setup, gamma: int) -> RoundTimes:
-    """Predict the parts of a round that proposes `gamma` tokens. Raise UserError for a draft without a cost model."""
+    """Predict the parts of a round that proposes `gamma` tokens. Raise UserError for a draft
+    without a cost model.
+    """
     if not setup.draft.is_predicted:
         raise UserError(f"draft={setup.draft.name} has no cost model")
     hardware = setup.hardware
     late = not hardware.stack.verify_chooses
     first, later = setup.draft_step_times  # the first may feed two tokens
     verify = setup.target_pass._replace(query_tokens=gamma + 1, chooses=not late)
-    refresh = entries_time(verify._replace(model=setup.draft_model, ranks=setup.draft_ranks), hardware)
+    refresh = entries_time(
+        verify._replace(model=setup.draft_model, ranks=setup.draft_ranks), hardware
+    )
     return RoundTimes(
         gamma,
         target=setup.target_time,
@@ -226,6 +256,17 @@ def prefill_s(setup: Setup, model: ModelConfig, ranks: int, prompt_len: int) -> 
     for start in range(0, prompt_len, PREFILL_CHUNK):
         tokens = min(PREFILL_CHUNK, prompt_len - start)
         seen = start + tokens / 2  # on average: a token sees those before it
-        chunk = Pass(model, 1, tokens, seen, ranks, setup.weight_bytes, size, size, setup.weight_bytes, chooses=False)
+        chunk = Pass(
+            model,
+            1,
+            tokens,
+            seen,
+            ranks,
+            setup.weight_bytes,
+            size,
+            size,
+            setup.weight_bytes,
+            chooses=False,
+        )
         seconds += step_time(chunk, setup.hardware).total
     return seconds

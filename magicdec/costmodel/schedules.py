@@ -1,8 +1,9 @@
 """Schedules: the gamma that an engine should use, by batch and context.
 
-Engines take such a schedule as a table of ranges and look it up in every step. A batch that oscillates around a border
-then switches gamma all the time, so borders must be few and harmless: a range is as wide as it can be while its gamma
-stays within a tolerance of the best gamma of each of its cells.
+Engines take such a schedule as a table of ranges and look it up in every step. A batch that
+oscillates around a border then switches gamma all the time, so borders must be few and harmless: a
+range is as wide as it can be while its gamma stays within a tolerance of the best gamma of each of
+its cells.
 """
 
 from bisect import bisect_right
@@ -22,7 +23,9 @@ T = TypeVar("T")
 
 
 class Cell(NamedTuple):
-    """A batch and a context, and the predicted speedup of each gamma; 0 stands for no speculation."""
+    """A batch and a context, and the predicted speedup of each gamma; 0 stands for no
+    speculation.
+    """
 
     batch: int
     context: int
@@ -48,7 +51,9 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """A table of gammas by batch and context: every range of contexts has the same ranges of batches."""
+    """A table of gammas by batch and context: every range of contexts has the same ranges of
+    batches.
+    """
 
     cells: tuple[Cell, ...]
     entries: tuple[Entry, ...]  # by context, then by batch
@@ -81,7 +86,9 @@ class Schedule:
         return row[_index([entry.batch[0] for entry in row], batch)].gamma
 
     def share(self, cell: Cell) -> float:
-        """Return the throughput of a cell with the schedule's gamma, as a share of that with its best."""
+        """Return the throughput of a cell with the schedule's gamma, as a share of that with its
+        best.
+        """
         return cell.share(self.gamma(cell.batch, cell.context))
 
 
@@ -96,7 +103,8 @@ def predicted_cells(
 ) -> Iterator[Cell]:
     """Predict every batch up to `max_batch` at every context, as far as it fits into memory.
 
-    `alpha` is given, or known at that context (Curves). Raise UserError where it is neither, or where nothing fits.
+    `alpha` is given, or known at that context (Curves). Raise UserError where it is neither, or
+    where nothing fits.
     """
     for context in sorted(contexts):
         for batch in batches_up_to(max_batch):
@@ -105,17 +113,22 @@ def predicted_cells(
             if prediction.estimate is None:
                 where = f"batch.context_len={context}"
                 raise UserError(
-                    f"scenario.alpha=null: no acceptance is known for {setup.draft_title} at {where}; give one"
+                    f"scenario.alpha=null: no acceptance is known for {setup.draft_title} at"
+                    f" {where}; give one"
                 )
             if prediction.fits:
                 speedups = {one.gamma: one.speedup or 0.0 for one in prediction.by_gamma}
                 yield Cell(batch, context, {0: 1.0} | speedups)
             elif batch == 1:
-                raise UserError(f"batch.context_len={context}: not even one row fits into the memory of a GPU")
+                raise UserError(
+                    f"batch.context_len={context}: not even one row fits into the memory of a GPU"
+                )
 
 
 def batches_up_to(largest: int) -> list[int]:
-    """Return the batches to predict: each of the small ones, then in steps of a tenth. The largest is one of them."""
+    """Return the batches to predict: each of the small ones, then in steps of a tenth. The largest
+    is one of them.
+    """
     found = list(range(1, min(largest, ALL_UP_TO) + 1))
     while found[-1] < largest:
         found.append(min(int(found[-1] * STEP), largest))
@@ -123,7 +136,9 @@ def batches_up_to(largest: int) -> list[int]:
 
 
 class _Batch(NamedTuple):
-    """A batch in all its cells, and the share of the best that its gamma must reach in each of them."""
+    """A batch in all its cells, and the share of the best that its gamma must reach in each of
+    them.
+    """
 
     cells: Sequence[Cell]
     bound: float = 0.0
@@ -133,18 +148,24 @@ class _Batch(NamedTuple):
         return self.cells[0].batch
 
 
-def schedule(cells: Iterable[Cell], tolerance: float, by_batch: bool = True, by_context: bool = True) -> Schedule:
-    """Return the schedule with the fewest ranges whose gamma is within `tolerance` of the best in each cell.
+def schedule(
+    cells: Iterable[Cell], tolerance: float, by_batch: bool = True, by_context: bool = True
+) -> Schedule:
+    """Return the schedule with the fewest ranges whose gamma is within `tolerance` of the best in
+    each cell.
 
-    Without `by_context` one gamma serves all contexts of a batch, without `by_batch` all batches. Where no gamma is
-    within the tolerance in all cells of a batch, its worst cell is as good as one gamma can make it.
+    Without `by_context` one gamma serves all contexts of a batch, without `by_batch` all batches.
+    Where no gamma is within the tolerance in all cells of a batch, its worst cell is as good as one
+    gamma can make it.
     """
     cells = tuple(cells)
     contexts = sorted({cell.context for cell in cells})
     allowed = 1.0 - tolerance
 
     def batches(among: Sequence[int]) -> list[_Batch]:
-        """Return the batches at these contexts. Each has a bound of its own: what one gamma can reach in its cells."""
+        """Return the batches at these contexts. Each has a bound of its own: what one gamma can
+        reach in its cells.
+        """
         by_number: dict[int, list[Cell]] = {}
         for cell in cells:
             if cell.context in among:
@@ -162,7 +183,9 @@ def schedule(cells: Iterable[Cell], tolerance: float, by_batch: bool = True, by_
     bounds = [*sorted(starts), max(cell.batch for cell in cells) + 1]
     ends = [*(after[0] - 1 for after in groups[1:]), contexts[-1]]
     entries: list[Entry] = []
-    for table, first, last in zip(tables, [1, *(after[0] for after in groups[1:])], ends, strict=True):
+    for table, first, last in zip(
+        tables, [1, *(after[0] for after in groups[1:])], ends, strict=True
+    ):
         for low, after in pairwise(bounds):
             within = [batch for batch in table if low <= batch.number < after]
             # Batches that do not fit into memory at a long context continue what precedes them.
@@ -172,7 +195,9 @@ def schedule(cells: Iterable[Cell], tolerance: float, by_batch: bool = True, by_
 
 
 def _compromise(batches: Sequence[_Batch]) -> tuple[int, float]:
-    """Return the gamma whose worst cell is furthest above its batch's bound, the smallest of several, and how far."""
+    """Return the gamma whose worst cell is furthest above its batch's bound, the smallest of
+    several, and how far.
+    """
     worst = {
         gamma: min(cell.share(gamma) - batch.bound for batch in batches for cell in batch.cells)
         for gamma in sorted(batches[0].cells[0].speedups)
@@ -209,13 +234,17 @@ def _joined(entries: Iterable[Entry]) -> Iterator[Entry]:
         by_batch.setdefault(entry.batch, []).append(entry)
     bands: list[list[Entry]] = []
     for band in by_batch.values():
-        same = bands and [(e.context, e.gamma) for e in bands[-1]] == [(e.context, e.gamma) for e in band]
+        same = bands and [(e.context, e.gamma) for e in bands[-1]] == [
+            (e.context, e.gamma) for e in band
+        ]
         if same:
             pairs = zip(bands[-1], band, strict=True)
             bands[-1] = [old._replace(batch=(old.batch[0], new.batch[1])) for old, new in pairs]
         else:
             bands.append(band)
-    yield from sorted((entry for band in bands for entry in band), key=lambda entry: (entry.context, entry.batch))
+    yield from sorted(
+        (entry for band in bands for entry in band), key=lambda entry: (entry.context, entry.batch)
+    )
 
 
 def _index(starts: Sequence[int], value: int) -> int:

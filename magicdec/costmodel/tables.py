@@ -15,13 +15,15 @@ from magicdec.costmodel.roofline import BF16
 from magicdec.costmodel.round import Setup
 from magicdec.errors import UserError
 
-# Tables 2, 3 and 6 of MagicDec (arXiv 2408.11049, the ICLR version): published measurements. Times in ms, the budget
-# per sequence, tensor parallel over all GPUs named; draft_ms is that of all gamma draft steps.
+# Tables 2, 3 and 6 of MagicDec (arXiv 2408.11049, the ICLR version): published measurements. Times
+# in ms, the budget per sequence, tensor parallel over all GPUs named; draft_ms is that of all gamma
+# draft steps.
 PUBLISHED = Path(__file__).parent / "published" / "magicdec_paper_tables.csv"
-# Speedups of the paper's first version (August 2024), as its authors' pages give them: each at its best gamma, without
-# times, acceptance or budget. Every row names its source.
+# Speedups of the paper's first version (August 2024), as its authors' pages give them: each at its
+# best gamma, without times, acceptance or budget. Every row names its source.
 FIRST_VERSION = PUBLISHED.with_name("magicdec_first_version.csv")
-FIRST_VERSION_BUDGET = 512  # assumed: that of the ICLR version's tables of the same models and contexts
+# Assumed: that of the ICLR version's tables of the same models and contexts.
+FIRST_VERSION_BUDGET = 512
 
 
 @dataclass(frozen=True)
@@ -55,13 +57,21 @@ class Row:
     @property
     def round_ms(self) -> float | None:
         """Return the milliseconds per round: the time per token, times the tokens of a round."""
-        return None if self.speculative_ms is None or self.omega is None else self.speculative_ms * self.omega
+        return (
+            None
+            if self.speculative_ms is None or self.omega is None
+            else self.speculative_ms * self.omega
+        )
 
     def setup(self, model: Callable[[str], ModelConfig], machine: Hardware | None = None) -> Setup:
-        """Return the setup to predict; `model` maps names to architectures. `machine` replaces the hardware named."""
+        """Return the setup to predict; `model` maps names to architectures. `machine` replaces the
+        hardware named.
+        """
         draft: DraftConfig = DRAFTS["self"].facts()
         if self.draft != draft.name:
-            draft = DRAFTS["model"].facts(model=ModelChoice(self.draft, architecture=model(self.draft)))
+            draft = DRAFTS["model"].facts(
+                model=ModelChoice(self.draft, architecture=model(self.draft))
+            )
         unlimited = self.kv_budget is None or self.kv_budget < 0  # the reference's -1
         cache: CacheConfig = POLICIES["full"].facts(budget=self.context_len)
         if not unlimited:
@@ -84,7 +94,9 @@ _REQUIRED = ("target", "draft", "policy", "hardware", "context_len", "batch_size
 
 
 def read_table(path: Path | str = PUBLISHED) -> list[Row]:
-    """Return the rows of a CSV file. Raise UserError with file, line and column of what cannot be read."""
+    """Return the rows of a CSV file. Raise UserError with file, line and column of what cannot be
+    read.
+    """
     try:
         with open(path, newline="") as lines:
             reader = csv.DictReader(lines)

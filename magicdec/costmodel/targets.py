@@ -1,4 +1,6 @@
-"""Models by name, straight from the options of the group `target`, without Hydra: architectures, paths and labels."""
+"""Models by name, straight from the options of the group `target`, without Hydra: architectures,
+paths and labels.
+"""
 
 from collections.abc import Mapping
 from functools import cache
@@ -15,12 +17,16 @@ PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 
 
 def option(name: str) -> dict[str, Any]:
-    """Return what conf/target/NAME.yaml holds, of the package's options or the user's; {} if there is none."""
+    """Return what conf/target/NAME.yaml holds, of the package's options or the user's; {} if there
+    is none.
+    """
     return values_of("target", name)
 
 
 def options() -> list[dict[str, Any]]:
-    """Return what every option holds. Warn about those that cannot be read: nobody has chosen them."""
+    """Return what every option holds. Warn about those that cannot be read: nobody has chosen
+    them.
+    """
     found = []
     for name in _names():
         try:
@@ -31,15 +37,25 @@ def options() -> list[dict[str, Any]]:
 
 
 def _names() -> list[str]:
-    return sorted({path.stem for folder in (CONF, *own_folders()) for path in (folder / "target").glob("*.yaml")})
+    return sorted(
+        {
+            path.stem
+            for folder in (CONF, *own_folders())
+            for path in (folder / "target").glob("*.yaml")
+        }
+    )
 
 
 @cache
 def architecture(name: str) -> ModelConfig:
-    """Return the architecture of an option of the group target; raise UserError if there is none."""
+    """Return the architecture of an option of the group target; raise UserError if there is
+    none.
+    """
     values = option(name).get("architecture")
     if not values:
-        raise UserError(f"target={name} has no architecture in conf/target; one of: {', '.join(_names())}")
+        raise UserError(
+            f"target={name} has no architecture in conf/target; one of: {', '.join(_names())}"
+        )
     return from_values(values)
 
 
@@ -48,11 +64,16 @@ def is_own_path(name: str, path: str | None) -> bool:
     own = option(name).get("path")
     if path is None or own is None:
         return path is None
-    return path == own or Path(path).resolve() in (Path(own).resolve(), (PACKAGE_ROOT / own).resolve())
+    return path == own or Path(path).resolve() in (
+        Path(own).resolve(),
+        (PACKAGE_ROOT / own).resolve(),
+    )
 
 
 def model_label(name: str, path: str | None) -> str:
-    """Return how tables call a model: its name and, where that is an option's, the folder of weights from elsewhere."""
+    """Return how tables call a model: its name and, where that is an option's, the folder of
+    weights from elsewhere.
+    """
     if is_own_path(name, path) or not option(name):
         return name
     folder = folder_name(Path(path or ""))
@@ -60,7 +81,9 @@ def model_label(name: str, path: str | None) -> str:
 
 
 def folder_name(folder: Path) -> str:
-    """Return a folder's name; in the hub's cache, models--ORG--NAME/snapshots/COMMIT, that of the repository."""
+    """Return a folder's name; in the hub's cache, models--ORG--NAME/snapshots/COMMIT, that of the
+    repository.
+    """
     in_cache = folder.parent.name == "snapshots"
     return folder.parents[1].name.rpartition("--")[2] if in_cache else folder.name
 

@@ -1,4 +1,6 @@
-"""Prompts: windows of real documents, a user's own prompts, or random tokens; one file per corpus."""
+"""Prompts: windows of real documents, a user's own prompts, or random tokens; one file per
+corpus.
+"""
 
 from pathlib import Path
 
@@ -13,9 +15,9 @@ __all__ = ["PromptRequest", "Prompts", "fingerprint", "load_prompts"]
 def load_prompts(name: str, request: PromptRequest) -> Prompts:
     """Return the prompts of the corpus called `name`.
 
-    Every row has exactly `context_len` tokens and no two rows overlap, except for `prompts` and `jsonl`, whose rows
-    are as long as their file says, up to `context_len`. Raise UserError if the corpus is missing, malformed or too
-    short, or if the tokenizer does not fit the model.
+    Every row has exactly `context_len` tokens and no two rows overlap, except for `prompts` and
+    `jsonl`, whose rows are as long as their file says, up to `context_len`. Raise UserError if the
+    corpus is missing, malformed or too short, or if the tokenizer does not fit the model.
     """
     corpus = CORPORA[name]
     if request.tokenizer is None and not corpus.facts.is_noise:
@@ -29,7 +31,8 @@ def load_prompts(name: str, request: PromptRequest) -> Prompts:
 
 
 def fingerprint(name: str, path: str | None) -> str:
-    """Return what identifies the text of a corpus before it is tokenised: a hash of the user's files, or its origin.
+    """Return what identifies the text of a corpus before it is tokenised: a hash of the user's
+    files, or its origin.
 
     Raise UserError if there are no such files.
     """

@@ -1,4 +1,6 @@
-"""The common part of all corpora: the request for prompts, and windows of an exact length cut from documents."""
+"""The common part of all corpora: the request for prompts, and windows of an exact length cut from
+documents.
+"""
 
 import hashlib
 import random
@@ -16,8 +18,9 @@ from magicdec.config.choices import DataConfig
 from magicdec.data.tokenizer import prefix_of
 from magicdec.errors import UserError
 
-# Documents are tokenised in sections of this many characters per token of the context, so that one window of a book
-# does not cost the whole book. A section holds four windows or more, so that little is lost at its end.
+# Documents are tokenised in sections of this many characters per token of the context, so that one
+# window of a book does not cost the whole book. A section holds four windows or more, so that
+# little is lost at its end.
 SECTION_CHARS_PER_TOKEN = 16
 
 
@@ -25,9 +28,10 @@ SECTION_CHARS_PER_TOKEN = 16
 class Prompts:
     """Token ids to decode from, one list per row.
 
-    `tokens[i]` came from `sources[i]`, such as `asyncio#2@4096`: the document, its section, the first token.
-    `answers[i]`, for a corpus of tasks, is what the output of row i should contain. `categories`, `output_lens` (new
-    tokens) and `arrivals_s` (since the first) are those of the rows, where the corpus has them.
+    `tokens[i]` came from `sources[i]`, such as `asyncio#2@4096`: the document, its section, the
+    first token. `answers[i]`, for a corpus of tasks, is what the output of row i should contain.
+    `categories`, `output_lens` (new tokens) and `arrivals_s` (since the first) are those of the
+    rows, where the corpus has them.
     """
 
     tokens: list[list[int]]
@@ -43,7 +47,9 @@ class Prompts:
 
     def take(self, order: Sequence[int]) -> "Prompts":
         """Return these rows, in this order."""
-        columns = {name: rows for name, rows in vars(self).items() if isinstance(rows, Sequence) and rows}
+        columns = {
+            name: rows for name, rows in vars(self).items() if isinstance(rows, Sequence) and rows
+        }
         columns = {name: [rows[place] for place in order] for name, rows in columns.items()}
         return replace(self, **columns)  # type: ignore[arg-type]
 
@@ -77,7 +83,8 @@ def fingerprint(rows: Iterable[Sequence[int]]) -> str:
 class PromptRequest:
     """The prompts that a run asks a corpus for: `num_rows` rows of `context_len` tokens.
 
-    `path`, `task` and `keys` are those of the data's configuration. The same request gives the same prompts.
+    `path`, `task` and `keys` are those of the data's configuration. The same request gives the same
+    prompts.
     """
 
     num_rows: int
@@ -88,33 +95,38 @@ class PromptRequest:
     path: str | None = None
     task: str | None = None
     keys: DataConfig | None = None  # all of them, for a corpus that has keys of its own
-    most_new_tokens: int | None = None  # of a request that has an output length of its own; None: nobody reads it
+    # Of a request that has an output length of its own; None: nobody reads it.
+    most_new_tokens: int | None = None
 
     @cached_property
     def prefix(self) -> tuple[int, ...]:
         """Return the tokens that the tokenizer puts before a text, if any.
 
-        A window from the middle of a document starts with them too. A model trained with them relies on them: they are
-        the first of the attention sinks that a streaming cache keeps.
+        A window from the middle of a document starts with them too. A model trained with them
+        relies on them: they are the first of the attention sinks that a streaming cache keeps.
         """
         return prefix_of(self.tokenizer)
 
     def encode(self, text: str) -> Sequence[int]:
         """Return a text as token ids, without the prefix."""
-        # verbose=False: transformers would warn that a whole book is longer than the model's maximum.
+        # verbose=False: transformers would warn that a whole book is longer than the model's
+        # maximum.
         ids: Sequence[int] = self.tokenizer.encode(text, add_special_tokens=False, verbose=False)
         return ids
 
 
-def cut_windows(names: Iterable[str], read: Callable[[str], str], request: PromptRequest, corpus: str) -> Prompts:
+def cut_windows(
+    names: Iterable[str], read: Callable[[str], str], request: PromptRequest, corpus: str
+) -> Prompts:
     """Cut windows of exactly `context_len` tokens, no two of them overlapping or equal.
 
-    `names` are the documents and `read` returns the text of one. The documents take turns, one window each, so that a
-    few rows are not all of one book; their order and the windows' places depend on the seed alone. Every window is
-    within one document, after the tokenizer's prefix. With the same seed, a larger request begins with the rows of a
-    smaller one.
+    `names` are the documents and `read` returns the text of one. The documents take turns, one
+    window each, so that a few rows are not all of one book; their order and the windows' places
+    depend on the seed alone. Every window is within one document, after the tokenizer's prefix.
+    With the same seed, a larger request begins with the rows of a smaller one.
 
-    Raise UserError if all documents together hold too few windows; `corpus` is their name in the message.
+    Raise UserError if all documents together hold too few windows; `corpus` is their name in the
+    message.
     """
     order = sorted(names)
     random.Random(request.seed).shuffle(order)
@@ -136,9 +148,10 @@ def cut_windows(names: Iterable[str], read: Callable[[str], str], request: Promp
     if len(tokens) < request.num_rows:
         needed = request.num_rows * request.context_len
         raise UserError(
-            f"{corpus} is too short: {request.num_rows} rows x context_len={request.context_len} need {needed:,} "
-            f"tokens, its {len(order)} documents hold {sum(lengths):,} ({len(tokens)} distinct windows); "
-            "lower batch.size, batch.num_batches or batch.context_len, or take more text with data.path"
+            f"{corpus} is too short: {request.num_rows} rows x context_len={request.context_len}"
+            f" need {needed:,} tokens, its {len(order)} documents hold {sum(lengths):,}"
+            f" ({len(tokens)} distinct windows); lower batch.size, batch.num_batches or"
+            " batch.context_len, or take more text with data.path"
         )
     return Prompts(tokens, sources)
 
@@ -146,7 +159,9 @@ def cut_windows(names: Iterable[str], read: Callable[[str], str], request: Promp
 def _windows(
     name: str, read: Callable[[str], str], request: PromptRequest, lengths: list[int]
 ) -> Iterator[tuple[list[int], str]]:
-    """Yield the windows of one document in seeded order, with their sources; tokenise a section at a time."""
+    """Yield the windows of one document in seeded order, with their sources; tokenise a section at
+    a time.
+    """
     prefix = list(request.prefix)
     length = request.context_len - len(prefix)
     if length < 1:
@@ -166,7 +181,9 @@ def _windows(
 
 
 def _sections(text: str, size: int) -> list[str]:
-    """Cut a text at line ends into parts of about equal length, each of at least `size` characters if possible."""
+    """Cut a text at line ends into parts of about equal length, each of at least `size` characters
+    if possible.
+    """
     count = max(1, len(text) // size)
     cuts = [0]
     for i in range(1, count):

@@ -49,7 +49,10 @@ class Fields(DataConfig):
     def mistakes(self) -> Iterator[str]:
         if (self.prompt is None) == (self.prompt_len is None):
             given = f"data.prompt={self.prompt}, data.prompt_len={self.prompt_len}"
-            yield f"{given.replace('None', 'null')}: name one of them, the field of the prompt or of its length"
+            yield (
+                f"{given.replace('None', 'null')}: name one of them, the field of the prompt or of"
+                " its length"
+            )
 
     @property
     @override
@@ -69,12 +72,17 @@ class Row(NamedTuple):
     arrival_s: float
 
 
-@CORPORA.register(Corpus("jsonl", keys=Fields, needs_path=True, tasks=None, own_lengths=True, files_at=text.files_at))
+@CORPORA.register(
+    Corpus(
+        "jsonl", keys=Fields, needs_path=True, tasks=None, own_lengths=True, files_at=text.files_at
+    )
+)
 def load(request: PromptRequest) -> Prompts:
-    """Return the file's first `num_rows` prompts that fit: in order of arrival, or else the categories in turns.
+    """Return the file's first `num_rows` prompts that fit: in order of arrival, or else the
+    categories in turns.
 
-    Raise UserError, with the line, for a row that lacks a field or does not fit (`unfit: skip` leaves the latter out,
-    with a warning), and for too few of them.
+    Raise UserError, with the line, for a row that lacks a field or does not fit (`unfit: skip`
+    leaves the latter out, with a warning), and for too few of them.
     """
     keys = request.keys
     assert isinstance(keys, Fields), "the configuration of this corpus"
@@ -95,14 +103,22 @@ def load(request: PromptRequest) -> Prompts:
     if len(rows) < request.num_rows:
         raise too_few(corpus, request.num_rows, len(rows), left_out)
     if reasons:
-        to_stderr(f"warning: {corpus}: took {len(rows)} rows{left_out.replace(' and', ', left out', 1)}")
+        to_stderr(
+            f"warning: {corpus}: took {len(rows)} rows{left_out.replace(' and', ', left out', 1)}"
+        )
     rows.sort(key=lambda row: row.arrival_s)
     prompts = Prompts(
-        [row.tokens for row in rows] if keys.prompt else _filled([row.length for row in rows], keys, request),
+        (
+            [row.tokens for row in rows]
+            if keys.prompt
+            else _filled([row.length for row in rows], keys, request)
+        ),
         [row.source for row in rows],
         answers=[row.answers for row in rows] if keys.reference else (),
         categories=[row.category for row in rows] if keys.category else (),
-        output_lens=[row.output_len for row in rows] if request.most_new_tokens and keys.output_len else (),
+        output_lens=(
+            [row.output_len for row in rows] if request.most_new_tokens and keys.output_len else ()
+        ),
         arrivals_s=[row.arrival_s - rows[0].arrival_s for row in rows] if keys.arrival else (),
     )
     return replace(prompts, num_left_out=len(reasons))
@@ -134,12 +150,18 @@ def _row(place: Place, keys: Fields, request: PromptRequest) -> Row:
 
     def count(key: str, found: Any) -> int:
         if not isinstance(found, int) or isinstance(found, bool) or found < 1:
-            raise Unfit(f"{where}: data.{key}={getattr(keys, key)}: {found!r} is no number of tokens")
+            raise Unfit(
+                f"{where}: data.{key}={getattr(keys, key)}: {found!r} is no number of tokens"
+            )
         return found
 
     if keys.speaker and (speaker := value("speaker")) not in USERS:
         raise Unfit(f"{where}: data.speaker={keys.speaker}: {speaker!r} begins, not the user")
-    output, most, reference = number_in(value("output_len")), request.most_new_tokens, value("reference") or []
+    output, most, reference = (
+        number_in(value("output_len")),
+        request.most_new_tokens,
+        value("reference") or [],
+    )
     if isinstance(output, str):
         output = len(request.encode(output)) if most else 1
     if most and keys.output_len and count("output_len", output) > most:
@@ -184,7 +206,9 @@ def _seconds(found: Any, keys: Fields, where: str) -> float:
             pass
     elif isinstance(found, int | float) and abs(found) < float("inf"):
         return found * keys.arrival_unit_s
-    raise Unfit(f"{where}: data.arrival={keys.arrival}: {found!r} is neither a number nor a date and time")
+    raise Unfit(
+        f"{where}: data.arrival={keys.arrival}: {found!r} is neither a number nor a date and time"
+    )
 
 
 def _filled(lengths: list[int], keys: Fields, request: PromptRequest) -> list[list[int]]:
@@ -195,7 +219,9 @@ def _filled(lengths: list[int], keys: Fields, request: PromptRequest) -> list[li
     places: list[tuple[int, int]] = []
     used: list[int] = []  # tokens of each window
     for length in own:  # into the first window that has room
-        number = next((number for number, taken in enumerate(used) if taken + length <= size), len(used))
+        number = next(
+            (number for number, taken in enumerate(used) if taken + length <= size), len(used)
+        )
         used += [0] * (number == len(used))
         places.append((number, used[number]))
         used[number] += length

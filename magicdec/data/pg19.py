@@ -1,8 +1,8 @@
 """PG-19 (Rae et al. 2019), the usual corpus for long-context decoding: its test split of 100 books.
 
-Read from a local copy (a folder of .txt files, or the published layout with `test/` in it), or through the optional
-`datasets` library. Current versions of that library refuse the original repository, which is a loading script; hence
-the mirror in Parquet.
+Read from a local copy (a folder of .txt files, or the published layout with `test/` in it), or
+through the optional `datasets` library. Current versions of that library refuse the original
+repository, which is a loading script; hence the mirror in Parquet.
 """
 
 from pathlib import Path
@@ -30,13 +30,19 @@ def _download() -> dict[str, str]:
         import datasets  # optional, and slow to import
     except ImportError:
         hint = "pip install 'magicdec[pg19]'"
-        raise UserError(f"data=pg19 needs the datasets library ({hint}) or data.path=FOLDER") from None
+        raise UserError(
+            f"data=pg19 needs the datasets library ({hint}) or data.path=FOLDER"
+        ) from None
     try:
         # Streaming, because otherwise the training split, which is 11 GB, would be downloaded too.
-        rows: list[dict[str, Any]] = list(datasets.load_dataset(HUB_DATASET, split=SPLIT, streaming=True))
+        rows: list[dict[str, Any]] = list(
+            datasets.load_dataset(HUB_DATASET, split=SPLIT, streaming=True)
+        )
     except Exception as error:  # the library does not wrap the errors of the libraries below it
         reason = str(error).strip().split("\n")[0]
-        raise UserError(f"data=pg19: cannot load {HUB_DATASET} ({reason}); use data.path=FOLDER") from None
+        raise UserError(
+            f"data=pg19: cannot load {HUB_DATASET} ({reason}); use data.path=FOLDER"
+        ) from None
     return {f"{row['short_book_title']} ({number})": row["text"] for number, row in enumerate(rows)}
 
 
@@ -44,7 +50,8 @@ def _download() -> dict[str, str]:
 def load(request: PromptRequest) -> Prompts:
     """Return windows of the books at `path`, or of the hub's without a path; see `cut_windows`.
 
-    Raise UserError if the folder is missing, the library is not installed or the hub does not answer.
+    Raise UserError if the folder is missing, the library is not installed or the hub does not
+    answer.
     """
     if request.path is not None:
         corpus = f"data=pg19 data.path={request.path}"

@@ -1,7 +1,8 @@
-"""A user's own prompts, one JSON object per line: `{"prompt": "..."}` or `{"messages": [{"role": ..., ...}]}`.
+"""A user's own prompts, one JSON object per line: `{"prompt": "..."}` or `{"messages": [{"role":
+..., ...}]}`.
 
-Messages go through the tokenizer's chat template, if it has one. Rows are as long as their prompts; `context_len` is
-the most that a prompt may have.
+Messages go through the tokenizer's chat template, if it has one. Rows are as long as their prompts;
+`context_len` is the most that a prompt may have.
 """
 
 from itertools import islice
@@ -17,11 +18,14 @@ from magicdec.data.tokenizer import encode_prompt
 from magicdec.errors import UserError
 
 
-@CORPORA.register(Corpus("prompts", needs_path=True, own_lengths=True, files_at=files_at, ignores=("seed",)))
+@CORPORA.register(
+    Corpus("prompts", needs_path=True, own_lengths=True, files_at=files_at, ignores=("seed",))
+)
 def load(request: PromptRequest) -> Prompts:
     """Return the file's first `num_rows` prompts, in its order.
 
-    Raise UserError, with the line, for a line that is not a prompt or is too long, and for a file with too few prompts.
+    Raise UserError, with the line, for a line that is not a prompt or is too long, and for a file
+    with too few prompts.
     """
     if request.path is None:
         raise UserError("data=prompts needs data.path=FILE.jsonl")
@@ -53,17 +57,25 @@ def _checked(entry: Any, where: str) -> str | list[dict[str, Any]]:
             raise UserError(f'{where}: "prompt" must be a string')
         return entry["prompt"]
     if not is_chat(entry["messages"]):
-        raise UserError(f'{where}: "messages" must be a list of objects with strings "role" and "content"')
+        raise UserError(
+            f'{where}: "messages" must be a list of objects with strings "role" and "content"'
+        )
     return entry["messages"]
 
 
 def is_chat(messages: Any) -> bool:
     """Return whether a value is a list of messages."""
-    return isinstance(messages, list) and bool(messages) and all(_is_message(message) for message in messages)
+    return (
+        isinstance(messages, list)
+        and bool(messages)
+        and all(_is_message(message) for message in messages)
+    )
 
 
 def _is_message(message: Any) -> bool:
-    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+    return isinstance(message, dict) and all(
+        isinstance(message.get(key), str) for key in ("role", "content")
+    )
 
 
 def encode(request: PromptRequest, prompt: str | list[dict[str, Any]], where: str) -> list[int]:
@@ -72,7 +84,9 @@ def encode(request: PromptRequest, prompt: str | list[dict[str, Any]], where: st
     if isinstance(prompt, str):
         ids = encode_prompt(tokenizer, prompt)
     elif getattr(tokenizer, "chat_template", None):
-        ids = tokenizer.encode(_templated(tokenizer, prompt, where), add_special_tokens=False, verbose=False)
+        ids = tokenizer.encode(
+            _templated(tokenizer, prompt, where), add_special_tokens=False, verbose=False
+        )
     else:  # a base model, which was trained on plain text
         ids = encode_prompt(tokenizer, "\n\n".join(message["content"] for message in prompt))
     if not ids:
@@ -92,5 +106,7 @@ def _templated(tokenizer: Any, messages: list[dict[str, Any]], where: str) -> st
     """Return a conversation as text, up to where the model's answer begins."""
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # templates are programs of the checkpoint: any exception is possible
+    except (
+        Exception
+    ) as error:  # templates are programs of the checkpoint: any exception is possible
         raise UserError(f"{where}: the chat template refuses these messages ({error})") from None

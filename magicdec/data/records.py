@@ -26,7 +26,9 @@ class Unfit(UserError):
 
 
 class Cell(str):
-    """A cell of a CSV file, which does not tell numbers from texts. `number_in` reads it as a number."""
+    """A cell of a CSV file, which does not tell numbers from texts. `number_in` reads it as a
+    number.
+    """
 
 
 class Lines:
@@ -44,9 +46,9 @@ class Lines:
 def records(path: str, corpus: str) -> Iterator[Place]:
     """Yield the rows of a file: the number of each, its place for messages, and its content.
 
-    The file holds JSON lines, one JSON array of objects, or CSV with a header (.csv), in UTF-8, or in UTF-16 with its
-    mark; it may be compressed (gzip). Blank lines are no rows. Raise UserError for what cannot be read; `corpus` is the
-    file's name in errors.
+    The file holds JSON lines, one JSON array of objects, or CSV with a header (.csv), in UTF-8, or
+    in UTF-16 with its mark; it may be compressed (gzip). Blank lines are no rows. Raise UserError
+    for what cannot be read; `corpus` is the file's name in errors.
     """
     file = Path(path).expanduser()
     if not file.is_file():
@@ -68,7 +70,8 @@ def records(path: str, corpus: str) -> Iterator[Place]:
 
 
 def field(content: Any, path: str, key: str, where: str) -> Any:
-    """Return what is at a dotted path of a row, as in `turns.0`; None if it is null or a list is too short for it.
+    """Return what is at a dotted path of a row, as in `turns.0`; None if it is null or a list is
+    too short for it.
 
     Raise Unfit for a name that the row does not have; `key` is the configuration's for the path.
     """
@@ -79,13 +82,17 @@ def field(content: Any, path: str, key: str, where: str) -> Any:
             content = content[step]
         elif content is not None:
             names = list(content) if isinstance(content, dict) else []
-            hint = did_you_mean(step, names) or (f"; the fields are {', '.join(names[:20])}" if names else "")
+            hint = did_you_mean(step, names) or (
+                f"; the fields are {', '.join(names[:20])}" if names else ""
+            )
             raise Unfit(f"{where}: {key}={path}: there is no field {step}{hint}")
     return content
 
 
 def number_in(value: Any) -> Any:
-    """Return the number that a cell of CSV holds. Return a text, and any value of JSON, as it is."""
+    """Return the number that a cell of CSV holds. Return a text, and any value of JSON, as it
+    is.
+    """
     if isinstance(value, Cell):
         for kind in (int, float):
             with suppress(ValueError):
@@ -94,7 +101,9 @@ def number_in(value: Any) -> Any:
 
 
 def check_text(content: Any, where: str) -> None:
-    """Raise Unfit for a row with half of a surrogate pair, which JSON can hold and which is no text."""
+    """Raise Unfit for a row with half of a surrogate pair, which JSON can hold and which is no
+    text.
+    """
     try:
         json.dumps(content, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
@@ -119,12 +128,16 @@ def _cells(lines: Lines, corpus: str) -> Iterator[Place]:
                     raise UserError(f"{where} does not have as many fields as the header")
                 yield number, where, {name: Cell(text) for name, text in row.items()}
         except csv.Error as error:
-            raise UserError(f"{corpus}, after line {number}, cannot be read ({in_one_line(error)})") from None
+            raise UserError(
+                f"{corpus}, after line {number}, cannot be read ({in_one_line(error)})"
+            ) from None
 
 
 @contextmanager
 def _long_cells() -> Iterator[None]:
-    """Let csv read cells of any length: a prompt is often longer than its limit, which holds for the whole process."""
+    """Let csv read cells of any length: a prompt is often longer than its limit, which holds for
+    the whole process.
+    """
     limit = csv.field_size_limit(sys.maxsize)
     try:
         yield
@@ -157,7 +170,9 @@ def _array(texts: Iterable[str], lines: Lines, corpus: str) -> Iterator[Place]:
                 content, at = json.JSONDecoder().raw_decode(buffer, before.end())
             except json.JSONDecodeError as error:
                 if buffer[error.pos :].strip():  # otherwise the row continues in the next line
-                    raise UserError(f"{where} is not JSON: {error.msg} before line {lines.number + 1}") from None
+                    raise UserError(
+                        f"{where} is not JSON: {error.msg} before line {lines.number + 1}"
+                    ) from None
                 break
             except (ValueError, RecursionError) as error:
                 raise UserError(f"{where} cannot be read ({in_one_line(error)})") from None

@@ -1,7 +1,8 @@
 """A copying task: the prompt ends with the beginning of a passage from its first quarter.
 
-The first half of the text is shuffled, token by token, so that only the passage itself shows how it continues. A
-sliding window no longer holds the passage when its copy begins. A policy that selects by attention can find it.
+The first half of the text is shuffled, token by token, so that only the passage itself shows how it
+continues. A sliding window no longer holds the passage when its copy begins. A policy that selects
+by attention can find it.
 """
 
 import random
@@ -19,9 +20,11 @@ CUE_SHARE, SHORTEST_CUE, LONGEST_CUE = 8, 8, 256
 
 @CORPORA.register(Corpus("repeat", files_at=text.files_at))
 def load(request: PromptRequest) -> Prompts:
-    """Return windows of `path`, or of the held-out standard library, each followed by the beginning of a passage.
+    """Return windows of `path`, or of the held-out standard library, each followed by the beginning
+    of a passage.
 
-    Sources name the passage, such as `asyncio#2@4096+117`: the window, and where in the row the passage begins.
+    Sources name the passage, such as `asyncio#2@4096+117`: the window, and where in the row the
+    passage begins.
     """
     context_len = request.context_len
     cue = min(LONGEST_CUE, max(SHORTEST_CUE, context_len // CUE_SHARE))
@@ -29,7 +32,9 @@ def load(request: PromptRequest) -> Prompts:
     first = len(request.prefix)
     if length < first + 4 * cue:
         least = 5 * SHORTEST_CUE + first
-        raise UserError(f"batch.context_len={context_len}: data=repeat needs at least {least} tokens")
+        raise UserError(
+            f"batch.context_len={context_len}: data=repeat needs at least {least} tokens"
+        )
     windows = text.load_or_stdlib(replace(request, context_len=length))
     tokens, sources = [], []
     for row, source in zip(windows.tokens, windows.sources, strict=True):

@@ -1,7 +1,8 @@
-"""Retrieval and aggregation tasks as in RULER (Hsieh et al. 2024, arXiv 2404.06654), at any exact length.
+"""Retrieval and aggregation tasks as in RULER (Hsieh et al. 2024, arXiv 2404.06654), at any exact
+length.
 
-Statements are placed at random in real text, the question comes last, and the answer is known. Names and values are
-invented, so that no model has seen them in training.
+Statements are placed at random in real text, the question comes last, and the answer is known.
+Names and values are invented, so that no model has seen them in training.
 """
 
 import random
@@ -19,7 +20,10 @@ from magicdec.errors import UserError
 COMMON_WORDS = 10  # each group of the list has as many others, which occur once
 HOPS = 4
 DOCUMENTS = 12
-CITIES = "Athens Berlin Cairo Dublin Geneva Havana Kyoto Lisbon Madrid Nairobi Oslo Prague Quito Rome Tunis Vienna"
+CITIES = (
+    "Athens Berlin Cairo Dublin Geneva Havana Kyoto Lisbon Madrid Nairobi Oslo Prague Quito Rome"
+    " Tunis Vienna"
+)
 
 
 @dataclass(frozen=True)
@@ -37,8 +41,12 @@ def accuracy(output: str, answers: list[str]) -> float:
     return sum(answer.lower() in output.lower() for answer in answers) / len(answers)
 
 
-def _row(made: Question, window: list[int], request: PromptRequest, generator: random.Random) -> list[int]:
-    """Return the beginning of the window with the statements at random places, followed by the question."""
+def _row(
+    made: Question, window: list[int], request: PromptRequest, generator: random.Random
+) -> list[int]:
+    """Return the beginning of the window with the statements at random places, followed by the
+    question.
+    """
     first = len(request.prefix)
     question = list(request.encode(f"\n\n{made.question}"))
     room = len(window) - first - len(question)
@@ -51,7 +59,10 @@ def _row(made: Question, window: list[int], request: PromptRequest, generator: r
         room -= len(piece)
     if room < 0:
         shortest = len(window) - room
-        raise UserError(f"batch.context_len={len(window)}: data.task={request.task} needs at least {shortest} tokens")
+        raise UserError(
+            f"batch.context_len={len(window)}: data.task={request.task} needs at least {shortest}"
+            " tokens"
+        )
     filler = window[first : first + room]
     places = [0, *sorted(generator.randint(0, room) for _ in pieces), room]
     parts = [filler[begin:end] for begin, end in pairwise(places)]
@@ -65,9 +76,13 @@ def niah(generator: random.Random, count: int) -> Question:
     numbers = [str(number) for number in generator.sample(range(1_000_000, 10_000_000), count)]
     asked = generator.randrange(count)
     return Question(
-        [f"The secret number of {key} is {number}." for key, number in zip(keys, numbers, strict=True)],
+        [
+            f"The secret number of {key} is {number}."
+            for key, number in zip(keys, numbers, strict=True)
+        ],
         count,
-        f"Question: What is the secret number of {keys[asked]}?\nAnswer: The secret number of {keys[asked]} is",
+        f"Question: What is the secret number of {keys[asked]}?\nAnswer: The secret number of"
+        f" {keys[asked]} is",
         [numbers[asked]],
     )
 
@@ -94,8 +109,13 @@ def vt(generator: random.Random) -> Question:
     """Ask which variables hold a value that is assigned from one to the next."""
     names = [word.upper() for word in _words(generator, HOPS + 1)]
     value = str(generator.randrange(10_000, 100_000))
-    statements = [f"VAR {name} = {source}" for name, source in zip(names, [value, *names], strict=False)]
-    question = f"Question: Which variables hold the value {value}?\nAnswer: The variables that hold {value} are"
+    statements = [
+        f"VAR {name} = {source}" for name, source in zip(names, [value, *names], strict=False)
+    ]
+    question = (
+        f"Question: Which variables hold the value {value}?\nAnswer: The variables that hold"
+        f" {value} are"
+    )
     return Question(statements, len(statements), question, names)
 
 
@@ -107,10 +127,15 @@ def qa(generator: random.Random) -> Question:
     years = [generator.randrange(1700, 1950) for _ in people]
     facts = [
         f"Document {number}: {person} was born in {year} and spent a long life in {home}."
-        for number, (person, year, home) in enumerate(zip(people, years, homes, strict=True), start=1)
+        for number, (person, year, home) in enumerate(
+            zip(people, years, homes, strict=True), start=1
+        )
     ]
     asked = generator.randrange(DOCUMENTS)
-    question = f"Question: In which city did {people[asked]} live?\nAnswer: {people[asked]} spent a long life in"
+    question = (
+        f"Question: In which city did {people[asked]} live?\nAnswer: {people[asked]} spent a long"
+        " life in"
+    )
     return Question(facts, DOCUMENTS, question, [homes[asked]])
 
 
@@ -127,7 +152,9 @@ def _words(generator: random.Random, count: int, used: Iterable[str] = ()) -> li
     """Return invented words of three syllables, all different and none of them `used`."""
     words: list[str] = []
     while len(words) < count:
-        word = "".join(generator.choice("bdfgklmnprstvz") + generator.choice("aeiou") for _ in range(3))
+        word = "".join(
+            generator.choice("bdfgklmnprstvz") + generator.choice("aeiou") for _ in range(3)
+        )
         if word not in words and word not in used:
             words.append(word)
     return words
@@ -137,7 +164,8 @@ def _words(generator: random.Random, count: int, used: Iterable[str] = ()) -> li
 def load(request: PromptRequest) -> Prompts:
     """Return prompts with their answers, in windows of `path` or of the standard library.
 
-    Sources name the window and the task. Raise UserError if the context is too short for the task's statements.
+    Sources name the window and the task. Raise UserError if the context is too short for the task's
+    statements.
     """
     task = request.task
     if task is None or task not in TASKS:

@@ -9,7 +9,9 @@ from magicdec.data.base import PromptRequest, Prompts, cut_windows
 from magicdec.errors import UserError
 
 # The text files of a folder. A single file may have any suffix.
-SUFFIXES = frozenset({".txt", ".md", ".rst", ".tex", ".py", ".c", ".h", ".cpp", ".cu", ".java", ".js", ".go", ".rs"})
+SUFFIXES = frozenset(
+    {".txt", ".md", ".rst", ".tex", ".py", ".c", ".h", ".cpp", ".cu", ".java", ".js", ".go", ".rs"}
+)
 
 
 def windows_of(files: dict[str, Path], request: PromptRequest, corpus: str) -> Prompts:
@@ -22,13 +24,16 @@ def read_text(path: Path, corpus: str) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise UserError(f"{corpus}: {path} is not UTF-8 text (byte {error.start}); convert or remove it") from None
+        raise UserError(
+            f"{corpus}: {path} is not UTF-8 text (byte {error.start}); convert or remove it"
+        ) from None
     except OSError as error:
         raise UserError(f"{corpus}: cannot read {path} ({error.strerror})") from None
 
 
 def files_at(path: Path, corpus: str, suffixes: frozenset[str] = SUFFIXES) -> dict[str, Path]:
-    """Return the text files at a path by name, relative to the folder so that names do not depend on the machine.
+    """Return the text files at a path by name, relative to the folder so that names do not depend
+    on the machine.
 
     Raise UserError if there is none; `corpus` is its name in the message.
     """
@@ -37,8 +42,16 @@ def files_at(path: Path, corpus: str, suffixes: frozenset[str] = SUFFIXES) -> di
         return {path.name: path}
     if not path.is_dir():
         raise UserError(f"{corpus}: no such file or folder")
-    found = {p.relative_to(path): p for p in path.rglob("*") if p.suffix.lower() in suffixes and p.is_file()}
-    files = {name.as_posix(): p for name, p in found.items() if not any(part.startswith(".") for part in name.parts)}
+    found = {
+        p.relative_to(path): p
+        for p in path.rglob("*")
+        if p.suffix.lower() in suffixes and p.is_file()
+    }
+    files = {
+        name.as_posix(): p
+        for name, p in found.items()
+        if not any(part.startswith(".") for part in name.parts)
+    }
     if not files:
         raise UserError(f"{corpus}: no text files in it (looked for {' '.join(sorted(suffixes))})")
     return files

@@ -9,8 +9,11 @@ FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """Return the transformers tokenizer of a checkpoint's folder. Raise UserError if there is none."""
-    for file in folder.iterdir():  # transformers opens all of them, and opening a pipe may never end
+    """Return the transformers tokenizer of a checkpoint's folder. Raise UserError if there is
+    none.
+    """
+    # Transformers opens all of them, and opening a pipe may never end.
+    for file in folder.iterdir():
         if file.exists() and not (file.is_file() or file.is_dir()):
             raise UserError(f"{file} is no regular file")
     if not any((folder / name).exists() for name in FILES):
@@ -26,8 +29,12 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def prefix_of(tokenizer: Any) -> tuple[int, ...]:
-    """Return the tokens that a tokenizer puts before a text, such as the beginning of a sequence; () if none."""
-    bare, full = (list(tokenizer.encode("a", add_special_tokens=special)) for special in (False, True))
+    """Return the tokens that a tokenizer puts before a text, such as the beginning of a sequence;
+    () if none.
+    """
+    bare, full = (
+        list(tokenizer.encode("a", add_special_tokens=special)) for special in (False, True)
+    )
     starts = [i for i in range(len(full) - len(bare) + 1) if full[i : i + len(bare)] == bare]
     return tuple(full[: starts[0]]) if starts else ()
 
@@ -45,11 +52,14 @@ def encode_prompt(tokenizer: Any, text: str) -> list[int]:
 
 
 class Detokenizer:
-    """The text of tokens that arrive one by one. The first half of a character waits for the second half."""
+    """The text of tokens that arrive one by one. The first half of a character waits for the second
+    half.
+    """
 
     def __init__(self, tokenizer: Any):
         self._tokenizer, self._tokens = tokenizer, list[int]()
-        self._start = self._told = 0  # a token's text may depend on the one before: decode from there
+        # A token's text may depend on the one before: decode from there.
+        self._start = self._told = 0
 
     def add(self, tokens: list[int], last: bool = False) -> str:
         """Return the text that these tokens add."""

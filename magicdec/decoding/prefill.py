@@ -1,8 +1,9 @@
-"""Prefill in chunks, so that memory stays bounded: the target's, and an independent draft's. The scoring pass: the last
-tokens of a context run again over its cache, to see which entries they attend to.
+"""Prefill in chunks, so that memory stays bounded: the target's, and an independent draft's. The
+scoring pass: the last tokens of a context run again over its cache, to see which entries they
+attend to.
 
-B rows, T tokens of a chunk, E hidden size, L layers, K KV heads, S slots. Rows may differ in length. A row that has
-ended writes behind its valid slots, where the next token will overwrite it.
+B rows, T tokens of a chunk, E hidden size, L layers, K KV heads, S slots. Rows may differ in
+length. A row that has ended writes behind its valid slots, where the next token will overwrite it.
 """
 
 from collections.abc import Callable
@@ -15,7 +16,8 @@ from magicdec.models.kv_cache import KVCache
 from magicdec.models.taps import Taps
 from magicdec.models.transformer import Transformer
 
-MAX_CHUNK = 32  # scored at a time: the most that the C++ kernel takes; more take several times as long on a CPU
+# Scored at a time: the most that the C++ kernel takes; more take several times as long on a CPU.
+MAX_CHUNK = 32
 
 
 def prefill(
@@ -31,9 +33,11 @@ def prefill(
 ) -> Tensor:
     """Fill an empty cache with the first `lengths_B` <= `longest` tokens of each row.
 
-    Return the hidden state (B, E) of each row's last token. Call `progress` with the number of tokens of each chunk.
+    Return the hidden state (B, E) of each row's last token. Call `progress` with the number of
+    tokens of each chunk.
 
-    `taps` take hidden states; call `hear` with the first token of each chunk, as soon as they have those of the chunk.
+    `taps` take hidden states; call `hear` with the first token of each chunk, as soon as they have
+    those of the chunk.
     """
     rows_B = torch.arange(tokens_BS.shape[0], device=tokens_BS.device)
     last_BE = None
@@ -64,11 +68,13 @@ def score(
     last: int,
     progress: Callable[[int], None],
 ) -> Tensor:
-    """Return the attention (L, B, K, S) that every entry receives from the last `last` tokens of each row.
+    """Return the attention (L, B, K, S) that every entry receives from the last `last` tokens of
+    each row.
 
-    The cache holds the rows' first `cache.seqlens_B` <= `longest` tokens, and is left as it is. `feed` runs the model
-    over tokens, by their indices (B, T), and a view of the cache. A row shorter than `last` is scored by all of its
-    tokens. Call `progress` with the number of tokens of each chunk.
+    The cache holds the rows' first `cache.seqlens_B` <= `longest` tokens, and is left as it is.
+    `feed` runs the model over tokens, by their indices (B, T), and a view of the cache. A row
+    shorter than `last` is scored by all of its tokens. Call `progress` with the number of tokens of
+    each chunk.
     """
     from magicdec.cache.observed import ReplayedCache  # few policies score
 

@@ -1,6 +1,8 @@
-"""The state of a batch, on the device: tokens, lengths, finished rows, and the counters of every round.
+"""The state of a batch, on the device: tokens, lengths, finished rows, and the counters of every
+round.
 
-B rows, T candidate tokens of a round, R rounds. Everything is updated in place and without host synchronisation.
+B rows, T candidate tokens of a round, R rounds. Everything is updated in place and without host
+synchronisation.
 """
 
 import torch
@@ -16,7 +18,9 @@ SPARE_ROUNDS = 8  # surplus rounds of a late reader, and those of a warm-up
 
 
 class State:
-    """Rows of committed tokens. A row's last token is committed, but its keys and values are not in any cache yet."""
+    """Rows of committed tokens. A row's last token is committed, but its keys and values are not in
+    any cache yet.
+    """
 
     def __init__(
         self,
@@ -26,7 +30,9 @@ class State:
         eos_token_ids: tuple[int, ...],
         device: torch.device | str,
     ):
-        """Allocate. `slack` is the number of tokens that a round may write beyond the longest sequence (gamma + 1)."""
+        """Allocate. `slack` is the number of tokens that a round may write beyond the longest
+        sequence (gamma + 1).
+        """
         lengths = [len(p) for p in prompts]
         self.max_prompt_len = max(lengths)
         self.max_len = self.max_prompt_len + generate_len
@@ -40,28 +46,35 @@ class State:
         self.num_tokens_B = self.prompt_len_B.clone()
         self.finished_B = torch.zeros(len(prompts), dtype=torch.bool, device=device)
         self.eos = torch.tensor(eos_token_ids, dtype=torch.int64, device=device)
-        self.max_rounds = generate_len + SPARE_ROUNDS  # every round commits a token to every unfinished row
+        # Every round commits a token to every unfinished row.
+        self.max_rounds = generate_len + SPARE_ROUNDS
         self.round_1 = torch.zeros(1, dtype=torch.int64, device=device)
-        self.accepted_RB = torch.full((self.max_rounds, len(prompts)), INACTIVE, dtype=torch.int32, device=device)
+        self.accepted_RB = torch.full(
+            (self.max_rounds, len(prompts)), INACTIVE, dtype=torch.int32, device=device
+        )
         self.committed_RB = torch.zeros_like(self.accepted_RB)
         # Position of the first token whose logits were not finite, of the target and of the draft.
         self.bad_WB = torch.full((2, len(prompts)), NEVER, dtype=torch.int32, device=device)
 
     def inspect(self, logits_BTV: Tensor, whose: int) -> None:
-        """Note for every unfinished row whether all logits are finite; `check_finite` reads the notes later."""
+        """Note for every unfinished row whether all logits are finite; `check_finite` reads the
+        notes later.
+        """
         bad_B = ~logits_BTV.sum((1, 2), dtype=torch.float32).isfinite() & ~self.finished_B
         position_B = torch.where(bad_B, self.num_tokens_B, NEVER)
         self.bad_WB[whose].copy_(torch.minimum(self.bad_WB[whose], position_B))
 
     def check_finite(self, during: str) -> None:
-        """Raise NonFinite with the first place where logits were not finite. Waits for the device."""
+        """Raise NonFinite with the first place where logits were not finite. Waits for the
+        device.
+        """
         for key, first_B in zip(("target", "draft.model"), self.bad_WB.cpu(), strict=True):
             if bool((first_B < NEVER).any()):
                 row = int((first_B - self.prompt_len_B.cpu()).argmin())
                 where = f"token {int(first_B[row])} of row {row}, {during}"
                 raise NonFinite(
-                    f"{key}: its logits are NaN or infinite, first for {where}; check its weights, or set "
-                    "hardware.dtype=float32"
+                    f"{key}: its logits are NaN or infinite, first for {where}; check its weights,"
+                    " or set hardware.dtype=float32"
                 )
 
     def start(self, first_tokens_B: Tensor) -> None:
@@ -83,7 +96,8 @@ class State:
         self.committed_RB.zero_()
 
     def wake(self) -> None:
-        """Let every row take part in the next round, which is timed. A row at its limit commits nothing more.
+        """Let every row take part in the next round, which is timed. A row at its limit commits
+        nothing more.
 
         The tokens are no continuation from here on: call `start` before decoding.
         """
@@ -99,8 +113,8 @@ class State:
         return self.num_tokens_B[:, None] + torch.arange(count, device=self.tokens_BS.device)
 
     def commit(self, verdict: Verdict) -> Tensor:
-        """Append the accepted proposals and the bonus token to unfinished rows, cut at their end of sequence and at
-        their limit. Return how many tokens each row took (int32).
+        """Append the accepted proposals and the bonus token to unfinished rows, cut at their end of
+        sequence and at their limit. Return how many tokens each row took (int32).
         """
         active_B = ~self.finished_B
         count_B = self.extend(verdict.tokens_BT, (verdict.num_accepted_B + 1) * active_B)
@@ -111,12 +125,18 @@ class State:
         return count_B
 
     def extend(self, tokens_BT: Tensor, count_B: Tensor) -> Tensor:
-        """Write candidates behind the committed tokens and count the first `count_B` of them, or fewer at an end."""
+        """Write candidates behind the committed tokens and count the first `count_B` of them, or
+        fewer at an end.
+        """
         slot_T = torch.arange(tokens_BT.shape[1], dtype=torch.int32, device=tokens_BT.device)
         ends_BT = (tokens_BT[..., None] == self.eos).any(-1) & (slot_T < count_B[:, None])
         until_end_B = torch.where(ends_BT, slot_T + 1, NEVER).amin(1)
-        count_B = torch.minimum(torch.minimum(count_B, until_end_B), self.limit_B - self.num_tokens_B).int()
+        count_B = torch.minimum(
+            torch.minimum(count_B, until_end_B), self.limit_B - self.num_tokens_B
+        ).int()
         self.tokens_BS[self._rows_B1, self.next_positions_BT(tokens_BT.shape[1])] = tokens_BT
         self.num_tokens_B += count_B
-        self.finished_B |= (self.num_tokens_B >= self.limit_B) | (ends_BT & (slot_T < count_B[:, None])).any(1)
+        self.finished_B |= (self.num_tokens_B >= self.limit_B) | (
+            ends_BT & (slot_T < count_B[:, None])
+        ).any(1)
         return count_B

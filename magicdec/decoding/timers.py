@@ -1,4 +1,6 @@
-"""Clocks that do not slow down what they time: CUDA events on a GPU, the performance counter on a CPU."""
+"""Clocks that do not slow down what they time: CUDA events on a GPU, the performance counter on a
+CPU.
+"""
 
 import time
 from collections.abc import Callable
@@ -56,7 +58,8 @@ class Stopwatch:
 
 
 def seconds_of_all_rows(step: Callable[[], object], state: State) -> float:
-    """Return the seconds of a round, or of a part of one, that every row takes part in. The round is not counted.
+    """Return the seconds of a round, or of a part of one, that every row takes part in. The round
+    is not counted.
 
     Finished rows rest and cost next to nothing: a time says nothing without the rows that it is of.
     """

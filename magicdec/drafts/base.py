@@ -27,7 +27,9 @@ from magicdec.verification.sampling import RowSampling, Sampling, Use, choose
 
 
 class Proposal(NamedTuple):
-    """gamma tokens a row (B, G), and the distributions (B, G, V) they were drawn from; None where not sampled."""
+    """gamma tokens a row (B, G), and the distributions (B, G, V) they were drawn from; None where
+    not sampled.
+    """
 
     tokens_BG: Tensor
     q_BGV: Tensor | None
@@ -52,10 +54,13 @@ class DraftSpec:
     sampling: Sampling | RowSampling
     gamma: int  # the largest, where `draft.gamma` is auto
     prefill_chunk: int
-    model: Transformer | None = None  # of an independent draft, or the target's own weights quantized
+    # Of an independent draft, or the target's own weights quantized.
+    model: Transformer | None = None
 
     def new_cache(self, model: Transformer, target_cache: KVCache | None) -> DraftCache:
-        """Allocate a cache for `model`; `target_cache` where it drafts from the target's own entries."""
+        """Allocate a cache for `model`; `target_cache` where it drafts from the target's own
+        entries.
+        """
         is_longer = self.state.max_len > model.config.max_position_embeddings
         slots = self.gamma + self.draft.extra_tokens
         # Served requests are prefilled one by one: each is the first sequence of its batch.
@@ -67,7 +72,8 @@ class DraftSpec:
 
 
 class Draft(ABC):
-    """A source of proposals. Everything but `prefill` and `prepare` is free of host synchronisation.
+    """A source of proposals. Everything but `prefill` and `prepare` is free of host
+    synchronisation.
 
     Shapes depend on the gamma of a round, which may differ from one round to the next.
     """
@@ -84,19 +90,25 @@ class Draft(ABC):
         """Allocate a draft for one batch."""
 
     def hear(self, start: int, state: State) -> None:
-        """Take the hidden states of a chunk of the prompts, which begins at token `start`, from `taps`."""
+        """Take the hidden states of a chunk of the prompts, which begins at token `start`, from
+        `taps`.
+        """
         raise NotImplementedError
 
     @abstractmethod
     def prefill(self, state: State, progress: Callable[[int], None]) -> None:
-        """Prepare to continue the prompts. Call `progress` with the number of tokens of each chunk."""
+        """Prepare to continue the prompts. Call `progress` with the number of tokens of each
+        chunk.
+        """
 
     def simulate_prefill(self, state: State) -> None:
         """Set the state as after `prefill`, with meaningless entries, for timing only."""
         self.prefill(state, lambda _: None)
 
     def prepare(self, state: State, gamma: int) -> None:  # noqa: B027 - drafts that work on the device need none
-        """Do what the host does before a round that proposes `gamma` tokens. It is not captured in a CUDA graph."""
+        """Do what the host does before a round that proposes `gamma` tokens. It is not captured in
+        a CUDA graph.
+        """
 
     @abstractmethod
     def propose(self, state: State, gamma: int) -> Proposal:
@@ -107,10 +119,14 @@ class Draft(ABC):
         return Proposal(state.tokens_BS[:, :0], None)
 
     def commit(self, count_B: Tensor, gamma: int) -> None:  # noqa: B027 - lookups need the state's tokens alone
-        """Commit `count_B` <= gamma + 1 tokens of every row: accepted proposals, then the bonus token."""
+        """Commit `count_B` <= gamma + 1 tokens of every row: accepted proposals, then the bonus
+        token.
+        """
 
     def watch(self, verified: KVCache, phase: int) -> KVCache:
-        """Return the target's cache for a verification of this phase, or a view of it that records attention."""
+        """Return the target's cache for a verification of this phase, or a view of it that records
+        attention.
+        """
         return verified
 
     def selection(self, state: State) -> Selection | None:
@@ -118,7 +134,9 @@ class Draft(ABC):
         return None
 
     def copy_row(self, row: int, source: "Draft") -> None:
-        """Copy the only row of another such draft to a row. A draft that `serves` copies all its state."""
+        """Copy the only row of another such draft to a row. A draft that `serves` copies all its
+        state.
+        """
         raise NotImplementedError
 
     def clear_row(self, row: int) -> None:  # noqa: B027 - a draft may keep nothing of it
@@ -133,18 +151,25 @@ class Draft(ABC):
 class ModelDraft(Draft):
     """A model over a cache: gamma forward passes of one token each.
 
-    Before a round the cache holds all but the last `refed` committed tokens, and the first pass feeds these: one for
-    self-speculation, where verification has stored the rest. An independent draft feeds two: when everything was
-    accepted it has never seen its last proposal, and feeding it again otherwise keeps shapes static.
+    Before a round the cache holds all but the last `refed` committed tokens, and the first pass
+    feeds these: one for self-speculation, where verification has stored the rest. An independent
+    draft feeds two: when everything was accepted it has never seen its last proposal, and feeding
+    it again otherwise keeps shapes static.
     """
 
     refed: int
     entries: KVCache | None = None  # the exact entries that `cache` is selected from, if it is
 
     def __init__(self, model: Transformer, cache: DraftCache, spec: DraftSpec):
-        """Use the size of the target's vocabulary: models with one tokenizer may pad theirs to different sizes."""
+        """Use the size of the target's vocabulary: models with one tokenizer may pad theirs to
+        different sizes.
+        """
         self.model, self.cache, self.gamma, self.sampling = model, cache, spec.gamma, spec.sampling
-        self.phases, self.caches, self.vocab_size = cache.phases, (cache,), spec.target.config.vocab_size
+        self.phases, self.caches, self.vocab_size = (
+            cache.phases,
+            (cache,),
+            spec.target.config.vocab_size,
+        )
 
     @override
     def propose(self, state: State, gamma: int) -> Proposal:
@@ -155,7 +180,9 @@ class ModelDraft(Draft):
         return self.model(self._known(tokens_BT), self.cache)
 
     def propose_after(self, hidden_B1E: Tensor, state: State, gamma: int) -> Proposal:
-        """Guess the next `gamma` tokens, given the hidden state of the last committed token, which has been fed."""
+        """Guess the next `gamma` tokens, given the hidden state of the last committed token, which
+        has been fed.
+        """
         positions_BG = state.next_positions_BT(gamma)
         tokens: list[Tensor] = []
         distributions: list[Tensor | None] = []
@@ -173,8 +200,12 @@ class ModelDraft(Draft):
         """Return a token, and the distribution it was drawn from, in the target's vocabulary."""
         return token_B1, q_B1V
 
-    def _scores(self, source: KVCache, state: State, progress: Callable[[int], None]) -> Tensor | None:
-        """Return the scores by which a policy that observes selects from the entries of a prefilled context."""
+    def _scores(
+        self, source: KVCache, state: State, progress: Callable[[int], None]
+    ) -> Tensor | None:
+        """Return the scores by which a policy that observes selects from the entries of a prefilled
+        context.
+        """
         if not self.cache.observes:
             return None
 
@@ -188,11 +219,15 @@ class ModelDraft(Draft):
         self.model(self._known(state.tokens_BS.gather(1, index_BT)), view)
 
     def _known(self, tokens: Tensor) -> Tensor:
-        """Replace tokens beyond this model's vocabulary, which only the target's padding has, by its last one."""
+        """Replace tokens beyond this model's vocabulary, which only the target's padding has, by
+        its last one.
+        """
         return tokens.clamp(max=self.model.config.vocab_size - 1)
 
     def _stack(self, distributions: list[Tensor | None]) -> Tensor | None:
-        """Return distributions (B, 1, V') as one (B, G, V), padded with zeros to the target's vocabulary."""
+        """Return distributions (B, 1, V') as one (B, G, V), padded with zeros to the target's
+        vocabulary.
+        """
         sampled = [q for q in distributions if q is not None]
         if not sampled:
             return None
@@ -204,7 +239,9 @@ class ModelDraft(Draft):
         return self.cache.watch(verified, phase)
 
     def select(self, state: State, progress: Callable[[int], None] = lambda _: None) -> None:
-        """Select from `entries` at the end of the prefill: a scoring pass, if the policy scores, and a gather."""
+        """Select from `entries` at the end of the prefill: a scoring pass, if the policy scores,
+        and a gather.
+        """
         assert self.entries is not None
         self.cache.load(self.entries, self._scores(self.entries, state, progress))
 

@@ -1,12 +1,15 @@
-"""EAGLE-3: a trained head drafts from the target's own hidden states (Li et al. 2025, arXiv 2503.01840).
+"""EAGLE-3: a trained head drafts from the target's own hidden states (Li et al. 2025, arXiv
+2503.01840).
 
-The head is one decoder layer. It reads hidden states of three of the target's layers and the embedding of the token
-behind them, then its own output and the token that it has proposed. Its entries (keys and values) follow from its
-inputs alone, so that the prefill needs no attention: `entries` holds those of every token, computed from the target's
-exact hidden states, and `cache` selects from them as self-speculation selects from the target's. After each
-verification the entries of committed tokens are computed again, from hidden states that are exact by then.
+The head is one decoder layer. It reads hidden states of three of the target's layers and the
+embedding of the token behind them, then its own output and the token that it has proposed. Its
+entries (keys and values) follow from its inputs alone, so that the prefill needs no attention:
+`entries` holds those of every token, computed from the target's exact hidden states, and `cache`
+selects from them as self-speculation selects from the target's. After each verification the entries
+of committed tokens are computed again, from hidden states that are exact by then.
 
-B rows, T = gamma + 1 tokens of a verification, E hidden size, V vocabulary, W tokens whose attention scores the rest.
+B rows, T = gamma + 1 tokens of a verification, E hidden size, V vocabulary, W tokens whose
+attention scores the rest.
 """
 
 from collections.abc import Callable
@@ -32,7 +35,9 @@ from magicdec.rules import STRICT
 
 @dataclass(frozen=True, config=STRICT)
 class Eagle3(DraftConfig):
-    """A trained head over the target's hidden states; `cache` is selected from the entries of all tokens."""
+    """A trained head over the target's hidden states; `cache` is selected from the entries of all
+    tokens.
+    """
 
     name: str = "eagle3"
     needs_model = serves = listens = keeps_entries = True
@@ -50,7 +55,9 @@ class Eagle3(DraftConfig):
 
 @DRAFTS.register(Eagle3)
 class Eagle3Draft(ModelDraft):
-    """The head over its cache. Before a round the cache lacks the entry of the last committed token."""
+    """The head over its cache. Before a round the cache lacks the entry of the last committed
+    token.
+    """
 
     per_row: ClassVar[dict[str, int]] = {"last_BE": 0}
     refed = 1
@@ -65,10 +72,12 @@ class Eagle3Draft(ModelDraft):
         """Take a head that has all its weights, and room for the entries of every token."""
         super().__init__(model, spec.new_cache(model, entries), spec)
         self.entries, self.taps = entries, Taps(model.config.taps_of(spec.target.config))
-        # The hidden states of the latest tokens of the prompts, whose last one comes last, and what is not kept.
+        # The hidden states of the latest tokens of the prompts, whose last one comes last, and what
+        # is not kept.
         rows, E = len(spec.state.tokens_BS), model.config.hidden_size
         self.heard_BWE = entries.k_LBKSD.new_zeros(rows, self.cache.observes + 2, E)
-        self.last_BE = self.heard_BWE[:, 0].clone()  # the hidden state before the last committed token
+        # The hidden state before the last committed token.
+        self.last_BE = self.heard_BWE[:, 0].clone()
 
     @classmethod
     @override
@@ -86,7 +95,9 @@ class Eagle3Draft(ModelDraft):
             hidden_BTE = self.model.fused(self.taps.hidden_BTN)
             num_new, kept = hidden_BTE.shape[1], self.cache.observes + 1
             self.entries.rollback(torch.full_like(state.prompt_len_B, start))
-            self.model.enter(state.tokens_BS[:, start + 1 : start + 1 + num_new], self.entries, hidden_BTE)
+            self.model.enter(
+                state.tokens_BS[:, start + 1 : start + 1 + num_new], self.entries, hidden_BTE
+            )
             position_T = torch.arange(start, start + num_new, device=hidden_BTE.device)
             place_BT = position_T - (state.prompt_len_B[:, None].long() - kept)
             place_BT = torch.where((place_BT >= 0) & (place_BT < kept), place_BT, kept)
@@ -103,7 +114,8 @@ class Eagle3Draft(ModelDraft):
     @override
     def replay(self, index_BT: Tensor, view: KVCache, state: State) -> None:
         first_B1 = state.prompt_len_B[:, None].long() - self.cache.observes - 1
-        # Scoring asks for tokens beyond the ends of short rows, too, and ignores what they attend to.
+        # Scoring asks for tokens beyond the ends of short rows, too, and ignores what they attend
+        # to.
         place_BT = (index_BT - first_B1).clamp(0, self.heard_BWE.shape[1] - 1)
         hidden_BTE = self.heard_BWE.take_along_dim(place_BT[..., None], dim=1)
         self.model(state.tokens_BS.gather(1, index_BT + 1), view, hidden_BTE)
@@ -116,7 +128,9 @@ class Eagle3Draft(ModelDraft):
 
     @override
     def feed(self, tokens_BT: Tensor) -> Tensor:
-        """Append one token behind its hidden state: the target's own, or what the last step has returned."""
+        """Append one token behind its hidden state: the target's own, or what the last step has
+        returned.
+        """
         self.output_BTE = self.model(tokens_BT, self.cache, self.output_BTE)
         return self.output_BTE
 
@@ -144,13 +158,17 @@ class Eagle3Draft(ModelDraft):
 
     @override
     def commit(self, count_B: Tensor, gamma: int) -> None:
-        """Compute the entries of verified tokens from exact hidden states, and keep those of committed ones."""
+        """Compute the entries of verified tokens from exact hidden states, and keep those of
+        committed ones.
+        """
         hidden_BTE = self.model.fused(self.taps.hidden_BTN)
         before_BTE = torch.cat((self.last_BE[:, None], hidden_BTE[:, :-1]), dim=1)
         self.model.enter(self.verified_BT, self.entries, before_BTE)
         self.cache.take(self.entries, self.cache.length_B, count_B, gamma + 1)
         self.entries.rollback(self.cache.length_B)
-        newest_BE = hidden_BTE.take_along_dim((count_B.long() - 1).clamp(min=0)[:, None, None], dim=1)[:, 0]
+        newest_BE = hidden_BTE.take_along_dim(
+            (count_B.long() - 1).clamp(min=0)[:, None, None], dim=1
+        )[:, 0]
         self.last_BE.copy_(torch.where((count_B > 0)[:, None], newest_BE, self.last_BE))
 
     @override

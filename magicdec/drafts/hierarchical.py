@@ -1,5 +1,5 @@
-"""A hierarchy of drafts: a small model drafts for the target over a retrieval cache, which drafts for the target over
-everything (TriForce, Sun et al. 2024, arXiv 2404.11912).
+"""A hierarchy of drafts: a small model drafts for the target over a retrieval cache, which drafts
+for the target over everything (TriForce, Sun et al. 2024, arXiv 2404.11912).
 
 B rows, G = gamma, I = inner_gamma, T = I + 1 tokens of an inner verification, V vocabulary.
 """
@@ -28,7 +28,9 @@ from magicdec.verification.sampling import Use, probabilities
 
 @dataclass(frozen=True, config=STRICT)
 class Hierarchical(DraftConfig):
-    """A small model over a `cache` of its own, which proposes `inner_gamma` tokens at a time to the target."""
+    """A small model over a `cache` of its own, which proposes `inner_gamma` tokens at a time to the
+    target.
+    """
 
     name: str = "hierarchical"
     inner_gamma: Annotated[int, Field(ge=0)] = 0
@@ -55,15 +57,18 @@ class Hierarchical(DraftConfig):
     def mistakes(self) -> Iterator[str]:
         yield from super().mistakes()
         if self.cache is None:
-            valid = f"draft.name={self.name} needs one; choose draft={self.name} cache@draft.cache=NAME"
+            valid = (
+                f"draft.name={self.name} needs one; choose draft={self.name} cache@draft.cache=NAME"
+            )
             yield f"draft.cache=null: {valid}"
         if self.inner_gamma < 1:
             yield f"draft.inner_gamma={self.inner_gamma}: must be at least 1"
 
 
 class InnerDraft(IndependentDraft):
-    """The small model. Before a round its cache lacks the last `lag` committed tokens, which is the most that a round
-    adds. The round feeds them in one pass. Entries of proposals are dropped, accepted or not.
+    """The small model. Before a round its cache lacks the last `lag` committed tokens, which is the
+    most that a round adds. The round feeds them in one pass. Entries of proposals are dropped,
+    accepted or not.
     """
 
     @classmethod
@@ -77,14 +82,17 @@ class InnerDraft(IndependentDraft):
         return cls.build(own, lag=spec.gamma + 1)
 
     def propose_first(self, state: State, gamma: int) -> Proposal:
-        """Feed what the cache lacks, then propose. A shorter sequence lacks less, and repeats its last token instead,
-        whose copies are dropped.
+        """Feed what the cache lacks, then propose. A shorter sequence lacks less, and repeats its
+        last token instead, whose copies are dropped.
         """
         index_BT, last_B1 = self.cache.positions_BT(self.lag), state.num_tokens_B[:, None] - 1
         hidden_BTE = self.feed(state.tokens_BS.gather(1, index_BT.minimum(last_B1)))
-        last_B1 = (last_B1 - index_BT[:, :1]).clamp(max=self.lag - 1)  # of those fed; a slot without a request is empty
+        # Of those fed; a slot without a request is empty.
+        last_B1 = (last_B1 - index_BT[:, :1]).clamp(max=self.lag - 1)
         self.cache.commit(self.lag, last_B1[:, 0] + 1)
-        return self.propose_after(hidden_BTE.take_along_dim(last_B1[..., None], dim=1), state, gamma)
+        return self.propose_after(
+            hidden_BTE.take_along_dim(last_B1[..., None], dim=1), state, gamma
+        )
 
     @override
     def commit(self, count_B: Tensor, gamma: int) -> None:
@@ -94,22 +102,31 @@ class InnerDraft(IndependentDraft):
 
 @DRAFTS.register(Hierarchical)
 class HierarchicalDraft(SelfDraft):
-    """Self-speculation whose proposals are themselves drafted, `inner_gamma` at a time, and verified over `cache`.
+    """Self-speculation whose proposals are themselves drafted, `inner_gamma` at a time, and
+    verified over `cache`.
 
-    Both levels are lossless: the tokens of the inner rounds are distributed as the target over `cache` would write
-    them, and the target's own verification is given that distribution. The number of inner rounds is fixed, for static
-    shapes. A row that has fewer than gamma tokens after them repeats its last one, which is not sampled.
-    (h2o is an exception among the policies: it scores by the last token of each inner verification.)
+    Both levels are lossless: the tokens of the inner rounds are distributed as the target over
+    `cache` would write them, and the target's own verification is given that distribution. The
+    number of inner rounds is fixed, for static shapes. A row that has fewer than gamma tokens after
+    them repeats its last one, which is not sampled. (h2o is an exception among the policies: it
+    scores by the last token of each inner verification.)
 
-    TriForce's code selects the retrieval cache once per prompt, by the mean keys of chunks. Its inner rounds have one
-    proposal. After a rejection it draws from the whole distribution over the retrieval cache, not from the residual.
+    TriForce's code selects the retrieval cache once per prompt, by the mean keys of chunks. Its
+    inner rounds have one proposal. After a rejection it draws from the whole distribution over the
+    retrieval cache, not from the residual.
     """
 
     def __init__(self, inner: InnerDraft, spec: DraftSpec):
         """Take the draft that proposes to the target over `cache`."""
-        super().__init__(spec.target, spec.new_cache(spec.target, spec.target_cache), spec.target_cache, spec)
+        super().__init__(
+            spec.target, spec.new_cache(spec.target, spec.target_cache), spec.target_cache, spec
+        )
         self.caches += inner.caches
-        self.inner, self.inner_gamma, self.eos = inner, spec.draft.extra_tokens, spec.state.eos[..., :0]
+        self.inner, self.inner_gamma, self.eos = (
+            inner,
+            spec.draft.extra_tokens,
+            spec.state.eos[..., :0],
+        )
 
     @classmethod
     @override
@@ -152,17 +169,23 @@ class HierarchicalDraft(SelfDraft):
             return Proposal(tokens_BG, None)
         guessed_BG = index_BG > last_B1
         one_hot_BGV = torch.zeros_like(q_BGV[:, :gamma]).scatter_(-1, tokens_BG[..., None], 1.0)
-        return Proposal(tokens_BG, torch.where(guessed_BG[..., None], one_hot_BGV, q_BGV[:, :gamma]))
+        return Proposal(
+            tokens_BG, torch.where(guessed_BG[..., None], one_hot_BGV, q_BGV[:, :gamma])
+        )
 
     @override
     def commit(self, count_B: Tensor, gamma: int) -> None:
-        """Commit to both levels. The inner one stays empty until a sequence is longer than its lag."""
+        """Commit to both levels. The inner one stays empty until a sequence is longer than its
+        lag.
+        """
         super().commit(count_B, gamma)
         length_B = (self.cache.length_B + 1 - self.inner.lag).clamp(min=0)
         self.inner.commit(length_B - self.inner.cache.length_B, self.inner_gamma)
 
     def rounds(self, gamma: int) -> int:
-        """Return the number of inner rounds: enough for `gamma` tokens if half of the inner proposals are accepted."""
+        """Return the number of inner rounds: enough for `gamma` tokens if half of the inner
+        proposals are accepted.
+        """
         return min(gamma, -(-2 * gamma // (self.inner_gamma + 2)))
 
     @override
@@ -184,7 +207,9 @@ class HierarchicalDraft(SelfDraft):
         return super().cache_bytes + self.inner.cache_bytes
 
     def _behind(self, state: State, gamma: int) -> State:
-        """Return a state that writes up to gamma tokens behind those of `state`, into the same buffer."""
+        """Return a state that writes up to gamma tokens behind those of `state`, into the same
+        buffer.
+        """
         written = copy.copy(state)
         written.num_tokens_B = state.num_tokens_B.clone()
         written.limit_B = state.num_tokens_B + gamma
@@ -197,10 +222,14 @@ class HierarchicalDraft(SelfDraft):
             return accept_greedy(guess.tokens_BG, logits_BTV)
         positions_BT = written.next_positions_BT(logits_BTV.shape[1])
         uses = (Use.INNER_ACCEPT, Use.INNER_DECIDE)
-        return accept_sampled(guess.tokens_BG, guess.q_BGV, logits_BTV, positions_BT, self.sampling, *uses)
+        return accept_sampled(
+            guess.tokens_BG, guess.q_BGV, logits_BTV, positions_BT, self.sampling, *uses
+        )
 
     def _no_distributions(self, state: State, gamma: int) -> Tensor | None:
-        """Return room for the distributions of all rounds' tokens, also those beyond gamma; None if none are drawn."""
+        """Return room for the distributions of all rounds' tokens, also those beyond gamma; None if
+        none are drawn.
+        """
         if self.sampling.greedy:
             return None
         shape = (len(state.tokens_BS), gamma + self.inner_gamma + 1, self.vocab_size)

@@ -1,7 +1,8 @@
-"""Layer skipping: the target's own first layers draft for all of them (Draft & Verify, Zhang et al. 2023, 2309.08168).
+"""Layer skipping: the target's own first layers draft for all of them (Draft & Verify, Zhang et al.
+2023, 2309.08168).
 
-From committed tokens, these layers compute exactly what they compute in the target. So their cache is a part of the
-target's, and every cache policy composes with it.
+From committed tokens, these layers compute exactly what they compute in the target. So their cache
+is a part of the target's, and every cache policy composes with it.
 """
 
 from typing import Annotated
@@ -35,7 +36,10 @@ class LayerSkip(DraftConfig):
     @override
     def check(self, target: ModelConfig) -> None:
         if not 1 <= self.num_layers < target.num_layers:
-            valid = f"must be from 1 to {target.num_layers - 1}, less than the target's {target.num_layers} layers"
+            valid = (
+                f"must be from 1 to {target.num_layers - 1}, less than the target's"
+                f" {target.num_layers} layers"
+            )
             raise UserError(f"draft.num_layers={self.num_layers}: {valid}")
 
 

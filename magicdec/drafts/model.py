@@ -35,8 +35,12 @@ class IndependentDraft(ModelDraft):
 
     refed = 2
 
-    def __init__(self, model: Transformer, cache: DraftCache, chunk: int, spec: DraftSpec, lag: int):
-        """Prefill `chunk` tokens at a time; before a round the cache lacks the last `lag` committed tokens."""
+    def __init__(
+        self, model: Transformer, cache: DraftCache, chunk: int, spec: DraftSpec, lag: int
+    ):
+        """Prefill `chunk` tokens at a time; before a round the cache lacks the last `lag` committed
+        tokens.
+        """
         super().__init__(model, cache, spec)
         self.chunk, self.lag = chunk, lag
 
@@ -52,12 +56,16 @@ class IndependentDraft(ModelDraft):
 
     @override
     def prefill(self, state: State, progress: Callable[[int], None]) -> None:
-        """Prefill through the policy's view, so that the context may exceed what the model was trained for."""
+        """Prefill through the policy's view, so that the context may exceed what the model was
+        trained for.
+        """
         cache = self.cache.for_prefill(self.chunk)
         # The first round feeds the last prompt tokens and the first new one.
         tokens_BS, longest = self._known(state.tokens_BS), state.max_prompt_len + 1 - self.lag
         if longest > 0:
-            prefill(self.model, cache, tokens_BS, self._lengths_B(state), longest, self.chunk, progress)
+            prefill(
+                self.model, cache, tokens_BS, self._lengths_B(state), longest, self.chunk, progress
+            )
         self.cache.adopt(cache, self._scores(cache, state, progress))
 
     @override

@@ -1,4 +1,5 @@
-"""Prompt lookup: propose what followed the latest tokens when they last occurred (Saxena 2023; no model, no cache).
+"""Prompt lookup: propose what followed the latest tokens when they last occurred (Saxena 2023; no
+model, no cache).
 
 B rows, S tokens of the sequence, G = gamma.
 """
@@ -28,10 +29,12 @@ class PromptLookup(DraftConfig):
 
 @DRAFTS.register(PromptLookup)
 class NgramDraft(Draft):
-    """Proposes the continuation of the longest earlier match of a row's last tokens, up to `max_ngram` of them.
+    """Proposes the continuation of the longest earlier match of a row's last tokens, up to
+    `max_ngram` of them.
 
-    Of equally long matches the most recent one counts. A continuation that runs into the end of the sequence repeats
-    from where it began, and a row without any match repeats its last token: shapes are static either way.
+    Of equally long matches the most recent one counts. A continuation that runs into the end of the
+    sequence repeats from where it began, and a row without any match repeats its last token: shapes
+    are static either way.
     """
 
     def __init__(self, gamma: int, max_ngram: int):
@@ -57,13 +60,16 @@ class NgramDraft(Draft):
         return Proposal(state.tokens_BS.gather(1, torch.minimum(index_BG, last_B1)), None)
 
     def _last_match(self, tokens_BS: Tensor, last_B1: Tensor) -> Tensor:
-        """Return the end of the longest, then latest, earlier match of the last tokens (B, 1); `last` without any."""
+        """Return the end of the longest, then latest, earlier match of the last tokens (B, 1);
+        `last` without any.
+        """
         position_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
         equal_BS = position_S < last_B1
         length_BS = torch.zeros_like(tokens_BS)
         for back in range(self.max_ngram):
             token_B1 = tokens_BS.gather(1, (last_B1 - back).clamp(min=0))
-            # Rolled, not sliced: tokens that wrap around are before the start of the row, where nothing may match.
+            # Rolled, not sliced: tokens that wrap around are before the start of the row, where
+            # nothing may match.
             equal_BS = equal_BS & (tokens_BS.roll(back, 1) == token_B1) & (position_S >= back)
             length_BS += equal_BS
         best_B1 = (length_BS * tokens_BS.shape[1] + position_S).argmax(1, keepdim=True)

@@ -1,4 +1,6 @@
-"""Self-speculation: the target drafts for itself over a sparse view of its own cache (MagicDec, arXiv 2408.11049)."""
+"""Self-speculation: the target drafts for itself over a sparse view of its own cache (MagicDec,
+arXiv 2408.11049).
+"""
 
 from collections.abc import Callable
 
@@ -32,7 +34,9 @@ class SelfDraft(ModelDraft):
     refed = 1
     entries: KVCache
 
-    def __init__(self, model: Transformer, cache: DraftCache, target_cache: KVCache, spec: DraftSpec):
+    def __init__(
+        self, model: Transformer, cache: DraftCache, target_cache: KVCache, spec: DraftSpec
+    ):
         """Take `target_cache`, which has the exact entries of the model's layers."""
         super().__init__(model, cache, spec)
         self.entries = target_cache

@@ -1,7 +1,8 @@
-"""Suffix decoding: propose what most often followed the latest tokens (Oliaro et al. 2024, arXiv 2411.04975).
+"""Suffix decoding: propose what most often followed the latest tokens (Oliaro et al. 2024, arXiv
+2411.04975).
 
-The paper keeps suffix trees. Here each lookup scans the text, which takes the host microseconds even for long prompts,
-and needs neither a build nor memory beyond the tokens.
+The paper keeps suffix trees. Here each lookup scans the text, which takes the host microseconds
+even for long prompts, and needs neither a build nor memory beyond the tokens.
 
 B rows, S tokens of a text, G = gamma.
 """
@@ -40,17 +41,20 @@ class SuffixLookup(DraftConfig):
 
 
 def look_up(text_S: Tokens, length: int, suffix: Tokens, gamma: int) -> tuple[Tokens, int]:
-    """Return the tokens that most often follow the longest match of a suffix, and the length of that match.
+    """Return the tokens that most often follow the longest match of a suffix, and the length of
+    that match.
 
-    The text is `text_S[:length]`. There must be at least as many tokens as the suffix has, all NONE, before it, and
-    room for `gamma` tokens behind it, which are overwritten. A tie goes to the latest occurrence. The result has
-    `gamma` tokens, or fewer where a text ends at NONE.
+    The text is `text_S[:length]`. There must be at least as many tokens as the suffix has, all
+    NONE, before it, and room for `gamma` tokens behind it, which are overwritten. A tie goes to the
+    latest occurrence. The result has `gamma` tokens, or fewer where a text ends at NONE.
     """
     ends = np.flatnonzero(text_S[: length - 1] == suffix[-1])
     if not len(ends):
         return ends.astype(np.int32), 0
     matched = 1
-    while matched < len(suffix) and len(longer := ends[text_S[ends - matched] == suffix[-1 - matched]]):
+    while matched < len(suffix) and len(
+        longer := ends[text_S[ends - matched] == suffix[-1 - matched]]
+    ):
         ends, matched = longer, matched + 1
     for step in range(gamma):
         following = text_S[ends + 1]
@@ -68,13 +72,16 @@ def look_up(text_S: Tokens, length: int, suffix: Tokens, gamma: int) -> tuple[To
 
 @DRAFTS.register(SuffixLookup)
 class SuffixDraft(Draft):
-    """Looks up a row's last tokens in the row itself and in earlier requests; the longer match decides.
+    """Looks up a row's last tokens in the row itself and in earlier requests; the longer match
+    decides.
 
-    The search runs on the host, before each round: this is the only draft whose rounds wait for the device. A row
-    without any match repeats its last token.
+    The search runs on the host, before each round: this is the only draft whose rounds wait for the
+    device. A row without any match repeats its last token.
     """
 
-    def __init__(self, rows: int, capacity: int, gamma: int, keys: SuffixLookup, device: torch.device):
+    def __init__(
+        self, rows: int, capacity: int, gamma: int, keys: SuffixLookup, device: torch.device
+    ):
         """Allocate. `capacity` is the number of tokens that a row may have."""
         self.gamma, self.max_suffix, self.history = gamma, keys.max_suffix, keys.history
         self._texts_BS = np.full((rows, self.max_suffix + capacity + gamma), NONE, np.int32)
@@ -107,12 +114,16 @@ class SuffixDraft(Draft):
     def _read(self, state: State, active: list[int]) -> None:
         """Copy the tokens that are new since the last call."""
         lengths, pad = state.num_tokens_B.tolist(), self.max_suffix
-        known = {row: self._lengths[row] if self._lengths[row] <= lengths[row] else 0 for row in active}
+        known = {
+            row: self._lengths[row] if self._lengths[row] <= lengths[row] else 0 for row in active
+        }
         if width := max((lengths[row] - known[row] for row in active), default=0):
             recent_BT = state.recent_BT(width).cpu().numpy()
             for row, before in known.items():
                 self._lengths[row] = now = lengths[row]
-                self._texts_BS[row, pad + before : pad + now] = recent_BT[row, width - (now - before) :]
+                self._texts_BS[row, pad + before : pad + now] = recent_BT[
+                    row, width - (now - before) :
+                ]
 
     def _guess(self, row: int, gamma: int) -> Tokens:
         """Return the proposals (G,) for a row."""
@@ -121,9 +132,13 @@ class SuffixDraft(Draft):
         suffix = text[stop - min(length, self.max_suffix) : stop].copy()
         guess, matched = look_up(text, stop, suffix, gamma)
         if self.history:
-            theirs, longer = look_up(self._earlier_S, len(self._earlier_S) - self.gamma, suffix, gamma)
+            theirs, longer = look_up(
+                self._earlier_S, len(self._earlier_S) - self.gamma, suffix, gamma
+            )
             guess = theirs if longer > matched else guess
-        return np.pad(guess, (0, gamma - len(guess)), constant_values=guess[-1] if len(guess) else suffix[-1])
+        return np.pad(
+            guess, (0, gamma - len(guess)), constant_values=guess[-1] if len(guess) else suffix[-1]
+        )
 
     @override
     def propose(self, state: State, gamma: int) -> Proposal:

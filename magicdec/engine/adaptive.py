@@ -1,11 +1,13 @@
 """Adaptive gamma: how many tokens to propose, decided while a batch is decoded (draft.gamma=auto).
 
-A round of each gamma is timed beforehand, on the batch itself, with all of its rows; how often proposals are accepted
-is estimated from the rounds so far. Together they give the time per token of each gamma, to hold against an
-autoregressive step's.
+A round of each gamma is timed beforehand, on the batch itself, with all of its rows; how often
+proposals are accepted is estimated from the rounds so far. Together they give the time per token of
+each gamma, to hold against an autoregressive step's.
 
-- Timed rounds go on from the end of the prompts, so that their contexts are at most `generate_len` tokens longer.
-- Times are not taken again when rows finish: what is chosen for the rows that are left is best for the whole batch.
+- Timed rounds go on from the end of the prompts, so that their contexts are at most `generate_len`
+  tokens longer.
+- Times are not taken again when rows finish: what is chosen for the rows that are left is best for
+  the whole batch.
 
 B rows.
 """
@@ -22,9 +24,13 @@ from magicdec.decoding.state import INACTIVE, State
 from magicdec.decoding.timers import Stopwatch
 from magicdec.engine.graphs import Cycle
 
-TIMED_ROUNDS = 3  # of each gamma and kind; the fastest counts, because disturbances make a round slower, never faster
-PRIOR_ALPHA, PRIOR_JUDGED = 0.7, 4.0  # what is believed before the first round, and how many proposals that is worth
-PRIOR_ROWS = 16.0  # rows that "as the proposal before it" is worth, of a proposal that is rarely made
+# Of each gamma and kind; the fastest counts, because disturbances make a round slower, never
+# faster.
+TIMED_ROUNDS = 3
+# What is believed before the first round, and how many proposals that is worth.
+PRIOR_ALPHA, PRIOR_JUDGED = 0.7, 4.0
+# Rows that "as the proposal before it" is worth, of a proposal that is rarely made.
+PRIOR_ROWS = 16.0
 DECAY = 0.95  # of what has been seen, in every round: text changes
 MARGIN = 0.03  # by which another gamma must be better to be switched to
 EVIDENCE = 16.0  # proposals that must have been judged before speculation is given up
@@ -33,18 +39,22 @@ EVIDENCE = 16.0  # proposals that must have been judged before speculation is gi
 class Estimate:
     """An estimate of how many tokens a round of each gamma yields, from the rounds so far.
 
-    The share of rows whose first i proposals are accepted is counted for each i. Powers of one alpha would be too high
-    for large i where rows differ: most of what is judged late in a round comes from rows that accept much.
+    The share of rows whose first i proposals are accepted is counted for each i. Powers of one
+    alpha would be too high for large i where rows differ: most of what is judged late in a round
+    comes from rows that accept much.
     """
 
     def __init__(self, decay: float = DECAY):
         """Begin with the prior; `decay` is what a round leaves of what has been seen before."""
         self._accepted, self.judged, self._decay = PRIOR_ALPHA * PRIOR_JUDGED, PRIOR_JUDGED, decay
-        self._tried, self._held = defaultdict[int, float](float), defaultdict[int, float](float)  # rows, by i
+        # Rows, by i.
+        self._tried, self._held = defaultdict[int, float](float), defaultdict[int, float](float)
 
     @property
     def alpha(self) -> float:
-        """Return the share of accepted proposals among those whose predecessors in a round were accepted."""
+        """Return the share of accepted proposals among those whose predecessors in a round were
+        accepted.
+        """
         return self._accepted / self.judged
 
     def learn(self, gamma: int, accepted: Sequence[int]) -> None:
@@ -56,7 +66,9 @@ class Estimate:
             self._held[i] = self._decay * self._held[i] + sum(count >= i for count in accepted)
 
     def tokens(self, gamma: int) -> float:
-        """Return the tokens that a row gets of a round, bonus included. What was not tried goes on as before it."""
+        """Return the tokens that a row gets of a round, bonus included. What was not tried goes on
+        as before it.
+        """
         total, before, ratio = 1.0, 1.0, PRIOR_ALPHA
         for i in range(1, gamma + 1):
             prior = PRIOR_ROWS * before * ratio
@@ -76,15 +88,18 @@ def better(costs: Mapping[int, float], gamma: int) -> int:
 
 
 def _mean_of_fastest(turns: Sequence[Sequence[float]]) -> float:
-    """Return the mean over the kinds of rounds of the fastest of each kind; a turn has a round of every kind."""
+    """Return the mean over the kinds of rounds of the fastest of each kind; a turn has a round of
+    every kind.
+    """
     return fmean(map(min, zip(*turns, strict=True)))
 
 
 class AdaptiveCycle(Cycle):
     """Rounds of the gamma that is best so far, or autoregressive steps if none pays.
 
-    `cycles[gamma]` runs rounds of that gamma, `cycles[0]` autoregressive steps. The draft learns nothing of these: once
-    speculation is given up it stays so until `restart`. The host never waits for a round to learn how it went.
+    `cycles[gamma]` runs rounds of that gamma, `cycles[0]` autoregressive steps. The draft learns
+    nothing of these: once speculation is given up it stays so until `restart`. The host never waits
+    for a round to learn how it went.
     """
 
     def __init__(self, cycles: Mapping[int, Cycle], state: State):
@@ -93,7 +108,8 @@ class AdaptiveCycle(Cycle):
         `timing_seconds` is what that takes, and a part of the speculative time to first token.
         """
         self._cycles, self._state = cycles, state
-        for cycle in cycles.values():  # kernels are compiled, libraries loaded: a warm-up, as of all that is timed
+        # Kernels are compiled, libraries loaded: a warm-up, as of all that is timed.
+        for cycle in cycles.values():
             cycle.timed(state)
         with Stopwatch(state.tokens_BS.device) as watch:
             self._seconds = self._timed_rounds()
@@ -133,12 +149,14 @@ class AdaptiveCycle(Cycle):
             self._cycles[best].restart()
 
     def _timed_rounds(self) -> dict[int, float]:
-        """Return the seconds of a round of all rows, by gamma: the mean over the kinds of rounds that take turns.
+        """Return the seconds of a round of all rows, by gamma: the mean over the kinds of rounds
+        that take turns.
 
         The gammas take turns, so that a slow spell hits all.
         """
         turns = [
-            {gamma: cycle.timed(self._state) for gamma, cycle in self._cycles.items()} for _ in range(TIMED_ROUNDS)
+            {gamma: cycle.timed(self._state) for gamma, cycle in self._cycles.items()}
+            for _ in range(TIMED_ROUNDS)
         ]
         return {gamma: _mean_of_fastest([turn[gamma] for turn in turns]) for gamma in self._cycles}
 
@@ -155,4 +173,6 @@ class AdaptiveCycle(Cycle):
         """Update the estimate with the rounds whose counters have arrived."""
         while self._pending and ((event := self._pending[0][2]) is None or event.query()):
             gamma, accepted_B, _ = self._pending.pop(0)
-            self._estimate.learn(gamma, [count for count in accepted_B.tolist() if count != INACTIVE])
+            self._estimate.learn(
+                gamma, [count for count in accepted_B.tolist() if count != INACTIVE]
+            )

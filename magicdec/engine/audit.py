@@ -1,18 +1,20 @@
 """The losslessness audit: is the speculative output what the target alone would have written?
 
-First the prompts: the entries that both outputs were written from must be the target's own (entries.py).
+First the prompts: the entries that both outputs were written from must be the target's own
+(entries.py).
 
-Then both outputs of a batch are fed through the target again (teacher forcing); the autoregressive one is the control.
-Every token must be one that the target may write behind the tokens before it:
+Then both outputs of a batch are fed through the target again (teacher forcing); the autoregressive
+one is the control. Every token must be one that the target may write behind the tokens before it:
 
-- greedy: its logit is the largest, or nearly ties with it. Rows must be equal token for token; a difference is excused
-  only if each token of both rows passes.
-- sampled: it lies within the target's truncated distribution. The two outputs differ, because speculation uses other
-  random numbers. The sum of log p + entropy over the tokens, whose mean is 0 for samples of the target, must be as
-  small as its variance says.
+- greedy: its logit is the largest, or nearly ties with it. Rows must be equal token for token; a
+  difference is excused only if each token of both rows passes.
+- sampled: it lies within the target's truncated distribution. The two outputs differ, because
+  speculation uses other random numbers. The sum of log p + entropy over the tokens, whose mean is 0
+  for samples of the target, must be as small as its variance says.
 
-An output is undecided where the control says that the audit itself is not exact: if a sampled control fails, too, or in
-reduced precision. It fails nevertheless if it is far worse than the control.
+An output is undecided where the control says that the audit itself is not exact: if a sampled
+control fails, too, or in reduced precision. It fails nevertheless if it is far worse than the
+control.
 
 B rows, N new tokens, T tokens of a chunk, V vocabulary, K scores of a token.
 """
@@ -30,8 +32,10 @@ from magicdec.errors import NonFinite
 from magicdec.verification.sampling import RowSampling, Sampling, probabilities
 
 NEAR_TIE = 1e-5  # of the largest logit, in fp32
-REDUCED_TIE = 8  # the same in reduced precision, in units of its resolution (`torch.finfo(dtype).eps`)
-FAR = 4.0  # times the control's gap, or a near-tie if that is larger: too far in reduced precision, too
+# The same in reduced precision, in units of its resolution (`torch.finfo(dtype).eps`).
+REDUCED_TIE = 8
+# Times the control's gap, or a near-tie if that is larger: too far in reduced precision, too.
+FAR = 4.0
 MAX_Z = 4.0  # of 30,000 runs that sample as they should, two lie beyond
 CHUNK_LOGITS = 1 << 26  # fp32 logits held at a time
 SAMPLED_COPIES = 8  # of the logits, where the vocabulary is sorted
@@ -43,10 +47,13 @@ class LogitGaps:
 
     outside: int = 0  # tokens that the target would not write
     max_logit_gap: float = 0.0  # greedy: largest logit less the logit of the token that was written
-    max_ties: float = 0.0  # greedy: the same in units of the largest near-tie; more than 1 is outside
-    excess: float = 0.0  # sampled: the sum of log p + entropy over the tokens within, and its variance
+    # Greedy: the same in units of the largest near-tie; more than 1 is outside.
+    max_ties: float = 0.0
+    # Sampled: the sum of log p + entropy over the tokens within, and its variance.
+    excess: float = 0.0
     variance: float = 0.0
-    accepted_excess: float | None = None  # sampled: the part of the excess that comes from accepted proposals
+    # Sampled: the part of the excess that comes from accepted proposals.
+    accepted_excess: float | None = None
 
     @property
     def z(self) -> float:
@@ -60,17 +67,20 @@ class LogitGaps:
 
     @property
     def power(self) -> float | None:
-        """The probability that the sampled test finds a sampler that replaces rejected proposals by samples of the
-        target's whole distribution instead of the residual.
+        """The probability that the sampled test finds a sampler that replaces rejected proposals by
+        samples of the target's whole distribution instead of the residual.
 
-        Those are unbiased by themselves, so that nothing makes up for the excess of the accepted proposals.
+        Those are unbiased by themselves, so that nothing makes up for the excess of the accepted
+        proposals.
         """
         if self.accepted_excess is None or not self.variance:
             return None
         return NormalDist().cdf(abs(self.accepted_excess) / self.variance**0.5 - MAX_Z)
 
     def is_apart(self, control: "LogitGaps") -> bool:
-        """Return whether chance does not explain how much worse these samples are than the control's."""
+        """Return whether chance does not explain how much worse these samples are than the
+        control's.
+        """
         fewer, more = sorted((self.outside, control.outside))
         is_outside = more == self.outside and more - fewer > MAX_Z * (more + fewer) ** 0.5
         return is_outside or abs(self.z - control.z) > MAX_Z * 2**0.5
@@ -121,7 +131,10 @@ class Audit:
     def verdict(self) -> tuple[bool | None, str]:
         """The verdict, and its reason; without one if passed."""
         if self.prompts.wrong:
-            return False, f"{self.prompts.wrong} prompt tokens have entries that are not the target's"
+            return (
+                False,
+                f"{self.prompts.wrong} prompt tokens have entries that are not the target's",
+            )
         return self._of_greedy() if self.greedy else self._of_sampled()
 
     def _of_greedy(self) -> tuple[bool | None, str]:
@@ -148,14 +161,24 @@ class Audit:
     def metrics(self) -> dict[str, float | str]:
         """Return the evidence, by the names of result.json."""
         outputs = {"lossless/": self.speculative, "lossless/baseline_": self.baseline}
-        found: dict[str, float | str] = {f"{name}outside_tokens": score.outside for name, score in outputs.items()}
+        found: dict[str, float | str] = {
+            f"{name}outside_tokens": score.outside for name, score in outputs.items()
+        }
         if reason := self.verdict[1]:
             found["lossless/reason"] = reason
-        found |= {f"lossless/prompt_{name}": getattr(self.prompts, name) for name in ("checked", "wrong", "max_error")}
+        found |= {
+            f"lossless/prompt_{name}": getattr(self.prompts, name)
+            for name in ("checked", "wrong", "max_error")
+        }
         found["time/audit_prompts_s"] = self.prompts.seconds
         if self.greedy:
-            found |= {"lossless/different_rows": self.different, "lossless/excused_rows": self.excused}
-            return found | {f"{name}max_logit_gap": score.max_logit_gap for name, score in outputs.items()}
+            found |= {
+                "lossless/different_rows": self.different,
+                "lossless/excused_rows": self.excused,
+            }
+            return found | {
+                f"{name}max_logit_gap": score.max_logit_gap for name, score in outputs.items()
+            }
         if (power := self.speculative.power) is not None:
             found["lossless/power"] = power
         return found | {f"{name}z_score": score.z for name, score in outputs.items()}
@@ -167,10 +190,11 @@ def audit(
     speculative: list[list[int]],
     accepted: list[list[bool]] | None = None,
 ) -> Audit:
-    """Audit the two outputs of one prefilled batch, and the entries of its prompts. Raise NonFinite where the target's
-    logits are not finite.
+    """Audit the two outputs of one prefilled batch, and the entries of its prompts. Raise NonFinite
+    where the target's logits are not finite.
 
-    `accepted` tells which speculative tokens are accepted proposals, for the power of the sampled test.
+    `accepted` tells which speculative tokens are accepted proposals, for the power of the sampled
+    test.
     """
     is_exact, prompts = decoder.target.dtype == torch.float32, check_prompts(decoder)
     control, forced = teacher_force(decoder, autoregressive), teacher_force(decoder, speculative)
@@ -179,8 +203,11 @@ def audit(
         return Audit(False, 0, 0, *scores, prompts=prompts, is_exact=is_exact)
     different = excused = cut = 0
     outside_B = control[0].any(1) | forced[0].any(1)
-    for expected, got, is_outside in zip(autoregressive, speculative, outside_B.tolist(), strict=True):
-        is_prefix = all(a == b for a, b in zip(expected, got, strict=False))  # no near-tie explains a missing end
+    for expected, got, is_outside in zip(
+        autoregressive, speculative, outside_B.tolist(), strict=True
+    ):
+        # No near-tie explains a missing end.
+        is_prefix = all(a == b for a, b in zip(expected, got, strict=False))
         different += expected != got
         cut += expected != got and is_prefix
         excused += not is_prefix and not is_outside
@@ -193,43 +220,56 @@ def _greedy_score(forced_KBN: Tensor) -> LogitGaps:
     return LogitGaps(int(outside_BN.sum()), float(gap_BN.max()), float(ties_BN.max()))
 
 
-def _sampled_score(forced_KBN: Tensor, accepted: Sequence[Sequence[bool]] | None = None) -> LogitGaps:
+def _sampled_score(
+    forced_KBN: Tensor, accepted: Sequence[Sequence[bool]] | None = None
+) -> LogitGaps:
     outside, excess, variance = forced_KBN.double().sum((1, 2)).tolist()
     of_accepted = None
     if accepted is not None:
         rows = zip(forced_KBN[1].tolist(), accepted, strict=True)
-        of_accepted = sum(score for row, flags in rows for score, flag in zip(row, flags, strict=False) if flag)
+        of_accepted = sum(
+            score for row, flags in rows for score, flag in zip(row, flags, strict=False) if flag
+        )
     return LogitGaps(int(outside), excess=excess, variance=variance, accepted_excess=of_accepted)
 
 
 @torch.inference_mode()
 def teacher_force(decoder: Decoder, outputs: list[list[int]], tie: float | None = None) -> Tensor:
-    """Feed each row's output through the target behind its prompt. Return the scores (K, B, N) of every token, on the
-    host; those behind a row's last token are 0. `tie` is by default that of the target's type.
+    """Feed each row's output through the target behind its prompt. Return the scores (K, B, N) of
+    every token, on the host; those behind a row's last token are 0. `tie` is by default that of the
+    target's type.
     """
     rows, longest = len(outputs), max(len(row) for row in outputs)
     tokens_BN = torch.zeros(rows, longest, dtype=torch.int64)
     for index, row in enumerate(outputs):
         tokens_BN[index, : len(row)] = torch.tensor(row)
     valid_BN = torch.arange(longest) < torch.tensor([len(row) for row in outputs])[:, None]
-    scores_KBN = score_tokens(decoder, tokens_BN.to(decoder.device), tie).cpu().masked_fill(~valid_BN, 0.0)
+    scores_KBN = (
+        score_tokens(decoder, tokens_BN.to(decoder.device), tie).cpu().masked_fill(~valid_BN, 0.0)
+    )
     if not scores_KBN.isfinite().all():
         row, token = (~scores_KBN.isfinite()).any(0).nonzero()[0].tolist()
-        raise NonFinite(f"target: its logits are NaN or infinite for new token {token} of row {row}, in the audit")
+        raise NonFinite(
+            f"target: its logits are NaN or infinite for new token {token} of row {row}, in the"
+            " audit"
+        )
     return scores_KBN
 
 
 def chunk_len(decoder: Decoder) -> int:
     """Return how many tokens of a row are scored at a time."""
     copies = 1 if decoder.sampling.greedy else SAMPLED_COPIES
-    return max(1, CHUNK_LOGITS // copies // (decoder.cache.num_rows * decoder.target.config.vocab_size))
+    return max(
+        1, CHUNK_LOGITS // copies // (decoder.cache.num_rows * decoder.target.config.vocab_size)
+    )
 
 
 def score_tokens(decoder: Decoder, tokens_BN: Tensor, tie: float | None = None) -> Tensor:
-    """Score all tokens (K, B, N) behind the prompts, on the device; in chunks, because all logits would be too many.
+    """Score all tokens (K, B, N) behind the prompts, on the device; in chunks, because all logits
+    would be too many.
 
-    The logits of the first token come from the prefill's last hidden state. Feeding the last prompt token again would
-    overwrite its entries, which other jobs share.
+    The logits of the first token come from the prefill's last hidden state. Feeding the last prompt
+    token again would overwrite its entries, which other jobs share.
     """
     sampling, chunk = decoder.sampling, chunk_len(decoder)
     tie = near_tie(decoder.target.dtype) if tie is None else tie
@@ -243,29 +283,41 @@ def score_tokens(decoder: Decoder, tokens_BN: Tensor, tie: float | None = None) 
     parts = [scores(decoder.last_BE[:, None], tokens_BN[:, :1])]
     decoder.cache.rollback(decoder.state.prompt_len_B)
     fed_BN, written_BN = tokens_BN[:, :-1], tokens_BN[:, 1:]
-    for fed_BT, written_BT in zip(fed_BN.split(chunk, dim=1), written_BN.split(chunk, dim=1), strict=True):
+    for fed_BT, written_BT in zip(
+        fed_BN.split(chunk, dim=1), written_BN.split(chunk, dim=1), strict=True
+    ):
         if fed_BT.shape[1]:
             parts.append(scores(decoder.target(fed_BT, decoder.cache), written_BT))
     return torch.cat(parts, dim=2)
 
 
 def near_tie(dtype: torch.dtype) -> float:
-    """Return the gap to the largest logit, as a share of it, within which a target of this type may write a token."""
+    """Return the gap to the largest logit, as a share of it, within which a target of this type may
+    write a token.
+    """
     return NEAR_TIE if dtype == torch.float32 else REDUCED_TIE * torch.finfo(dtype).eps
 
 
 def greedy_scores(logits_BTV: Tensor, written_BT1: Tensor, tie: float) -> Tensor:
-    """Return for each token (3, B, T) whether its logit is further below the largest than a share `tie` of that (1.0),
-    how far, and how many such shares that is.
+    """Return for each token (3, B, T) whether its logit is further below the largest than a share
+    `tie` of that (1.0), how far, and how many such shares that is.
     """
     best_BT = logits_BTV.amax(-1)
     gap_BT, tie_BT = best_BT - logits_BTV.gather(-1, written_BT1)[..., 0], tie * best_BT.abs()
-    return torch.stack(((gap_BT > tie_BT).float(), gap_BT, gap_BT / tie_BT.clamp(min=torch.finfo(torch.float32).tiny)))
+    return torch.stack(
+        (
+            (gap_BT > tie_BT).float(),
+            gap_BT,
+            gap_BT / tie_BT.clamp(min=torch.finfo(torch.float32).tiny),
+        )
+    )
 
 
-def sampled_scores(logits_BTV: Tensor, written_BT1: Tensor, sampling: Sampling | RowSampling) -> Tensor:
-    """Return for each token (3, B, T) whether the distribution that is sampled from excludes it (1.0), and else its
-    log p + entropy, and the variance of that.
+def sampled_scores(
+    logits_BTV: Tensor, written_BT1: Tensor, sampling: Sampling | RowSampling
+) -> Tensor:
+    """Return for each token (3, B, T) whether the distribution that is sampled from excludes it
+    (1.0), and else its log p + entropy, and the variance of that.
     """
     p_BTV = probabilities(logits_BTV, sampling)
     written_BT = p_BTV.gather(-1, written_BT1)[..., 0]

@@ -36,16 +36,23 @@ class Generation:
     accepted_RB: Tensor  # accepted proposals, INACTIVE where the row had finished
     committed_RB: Tensor  # tokens committed, cut at ends of sequence and at limits
     round_seconds: list[float]  # end of each round since the start of decoding
-    setup_seconds: float = 0.0  # before the first round: the draft's prefill, and timing its gammas if it has several
+    # Before the first round: the draft's prefill, and timing its gammas if it has several.
+    setup_seconds: float = 0.0
     gammas: list[int] = field(default_factory=list)  # of each round; 0 where nothing was proposed
     generate_len: int = 0  # the limit of every row
 
     @property
     def accepted(self) -> list[list[bool]]:
-        """Return which tokens of each row are accepted proposals: neither the first one nor a bonus token."""
+        """Return which tokens of each row are accepted proposals: neither the first one nor a bonus
+        token.
+        """
         rows = zip(self.accepted_RB.T.tolist(), self.committed_RB.T.tolist(), strict=True)
         return [
-            [False, *(place < taken for taken, kept in zip(*row, strict=True) for place in range(kept))] for row in rows
+            [
+                False,
+                *(place < taken for taken, kept in zip(*row, strict=True) for place in range(kept)),
+            ]
+            for row in rows
         ]
 
 
@@ -62,11 +69,15 @@ class Decoder:
         synthetic_acceptance: float | None = None,
         gammas: tuple[int, ...] = (),
     ):
-        """Set up. `gammas` are those to choose among while decoding; without any, every round proposes draft.gamma."""
+        """Set up. `gammas` are those to choose among while decoding; without any, every round
+        proposes draft.gamma.
+        """
         self.target, self.cache, self.state, self.sampling = target, cache, state, sampling
         self.synthetic_acceptance, self.gammas = synthetic_acceptance, gammas
-        self.listener: Draft | None = None  # a draft that is given the target's hidden states in the prefill
-        self.prefilled: Draft | None = None  # the draft that goes with the state: only its rounds may run
+        # A draft that is given the target's hidden states in the prefill.
+        self.listener: Draft | None = None
+        # The draft that goes with the state: only its rounds may run.
+        self.prefilled: Draft | None = None
         self.is_simulated = False
         self.device = cache.seqlens_B.device
         self.captures = Captures(self.device) if graphs and self.device.type == "cuda" else None
@@ -76,8 +87,8 @@ class Decoder:
 
     @torch.inference_mode()
     def prefill(self, chunk: int, progress: Progress = silent) -> float:
-        """Fill the target's cache and decide each row's first token. Return the seconds that it took, without those of
-        a draft that listens.
+        """Fill the target's cache and decide each row's first token. Return the seconds that it
+        took, without those of a draft that listens.
         """
         state, listener = self.state, self.listener
         with Stopwatch(self.device) as watch:
@@ -99,7 +110,9 @@ class Decoder:
 
     @torch.inference_mode()
     def resume(self, last_BE: Tensor) -> None:
-        """Continue behind prompts that the cache holds already; `last_BE` are their last hidden states."""
+        """Continue behind prompts that the cache holds already; `last_BE` are their last hidden
+        states.
+        """
         self.cache.rollback(self.state.prompt_len_B)
         self.last_BE = last_BE
         self._decide_first_tokens()
@@ -112,7 +125,9 @@ class Decoder:
 
     @torch.inference_mode()
     def rehearse_prefill(self, chunk: int) -> None:
-        """Run a pass of each width that `prefill` will run: first calls compile kernels and load libraries, untimed."""
+        """Run a pass of each width that `prefill` will run: first calls compile kernels and load
+        libraries, untimed.
+        """
         longest = self.state.max_prompt_len
         for width in {min(chunk, longest), longest % chunk} - {0}:
             self.cache.rollback(torch.zeros_like(self.state.prompt_len_B))
@@ -127,7 +142,9 @@ class Decoder:
 
     @torch.inference_mode()
     def restart(self, draft: Draft | None = None) -> None:
-        """Go back to the end of the prefill, which several passes share, and prefill the draft whose rounds follow."""
+        """Go back to the end of the prefill, which several passes share, and prefill the draft
+        whose rounds follow.
+        """
         self.cache.rollback(self.state.prompt_len_B)
         self.state.start(self.first_tokens_B)
         for cycle in self._cycles.values():
@@ -141,14 +158,18 @@ class Decoder:
     def require(self, draft: Draft) -> None:
         """Raise RuntimeError unless this draft was prefilled since the last restart.
 
-        Before that its cache does not know where the prompts end. Where it shares the target's entries, its proposals
-        would overwrite the prompts'.
+        Before that its cache does not know where the prompts end. Where it shares the target's
+        entries, its proposals would overwrite the prompts'.
         """
         if draft is not self.prefilled:
-            raise RuntimeError("a round of a draft that is not prefilled; call Decoder.restart(draft) first")
+            raise RuntimeError(
+                "a round of a draft that is not prefilled; call Decoder.restart(draft) first"
+            )
 
     def round(self, draft: Draft, gamma: int, phase: int) -> None:
-        """Propose, verify, accept, commit: no host synchronisation, static shapes, no attention for finished rows."""
+        """Propose, verify, accept, commit: no host synchronisation, static shapes, no attention for
+        finished rows.
+        """
         self.require(draft)
         with resting(self.state.finished_B, self.cache, *draft.caches):
             proposal = draft.propose(self.state, gamma) if gamma else draft.pause(self.state)
@@ -159,7 +180,9 @@ class Decoder:
         draft.commit(count_B, gamma)
 
     def verify(self, proposal: Proposal, cache: KVCache, taps: Taps | None = None) -> Tensor:
-        """Run the target over the last committed token and the proposals. Return T next-token logits a row."""
+        """Run the target over the last committed token and the proposals. Return T next-token
+        logits a row.
+        """
         tokens_BT = torch.cat((self.state.recent_BT(1), proposal.tokens_BG), dim=1)
         logits_BTV = self._logits(self.target(tokens_BT, cache, taps))
         self.state.inspect(logits_BTV, TARGET)
@@ -168,18 +191,28 @@ class Decoder:
     def _logits(self, hidden_BTE: Tensor) -> Tensor:
         """Return the target's logits (B, T, V); on a CPU 0 for rows that rest."""
         rows = active_rows(self.cache.resting_B)
-        return among(rows, self.target.logits(hidden_BTE if rows is None else hidden_BTE[rows]), len(hidden_BTE))
+        return among(
+            rows,
+            self.target.logits(hidden_BTE if rows is None else hidden_BTE[rows]),
+            len(hidden_BTE),
+        )
 
     def accept(self, proposal: Proposal, logits_BTV: Tensor) -> Verdict:
         """Decide by the rule that keeps this sampling lossless, or draw a synthetic outcome."""
         positions_BT = self.state.next_positions_BT(logits_BTV.shape[1])
         if self.synthetic_acceptance is not None:
             return accept_synthetic(
-                proposal.tokens_BG, logits_BTV, positions_BT, self.synthetic_acceptance, self.sampling
+                proposal.tokens_BG,
+                logits_BTV,
+                positions_BT,
+                self.synthetic_acceptance,
+                self.sampling,
             )
         if self.sampling.greedy:
             return accept_greedy(proposal.tokens_BG, logits_BTV)
-        return accept_sampled(proposal.tokens_BG, proposal.q_BGV, logits_BTV, positions_BT, self.sampling)
+        return accept_sampled(
+            proposal.tokens_BG, proposal.q_BGV, logits_BTV, positions_BT, self.sampling
+        )
 
     def decode_token(self) -> None:
         """Run one autoregressive step: a round without proposals."""
@@ -191,8 +224,12 @@ class Decoder:
         self.cache.commit(1, count_B)
 
     @torch.inference_mode()
-    def generate(self, draft: Draft | None = None, progress: Progress = silent, gamma: int | None = None) -> Generation:
-        """Continue the prefilled prompts to their ends, with rounds as in `cycle_for`; call `progress` after each."""
+    def generate(
+        self, draft: Draft | None = None, progress: Progress = silent, gamma: int | None = None
+    ) -> Generation:
+        """Continue the prefilled prompts to their ends, with rounds as in `cycle_for`; call
+        `progress` after each.
+        """
         cycle = self.cycle_for(draft, gamma)
         with Stopwatch(self.device) as watch:
             self.restart(draft)
@@ -205,14 +242,17 @@ class Decoder:
             stop.post()
             progress(1)
         seconds = clock.seconds()
-        self.state.check_finite("in speculative decoding" if draft else "in autoregressive decoding")
+        self.state.check_finite(
+            "in speculative decoding" if draft else "in autoregressive decoding"
+        )
         return self._collect(seconds, setup_seconds, cycle.gammas)
 
     def cycle_for(self, draft: Draft | None, gamma: int | None = None) -> Cycle:
-        """Return the rounds of a draft that propose `gamma` tokens: by default those of the best of `gammas`, or of
-        the draft's own gamma.
+        """Return the rounds of a draft that propose `gamma` tokens: by default those of the best of
+        `gammas`, or of the draft's own gamma.
 
-        The first call restarts the batch, and disturbs the state by capturing or timing: call `restart` after it.
+        The first call restarts the batch, and disturbs the state by capturing or timing: call
+        `restart` after it.
         """
         if draft is None:
             return self.cycle(None, 0)
@@ -236,9 +276,12 @@ class Decoder:
                     self.restart(draft)  # capturing and timing run rounds
                 bodies = [partial(self.round, draft, gamma, phase) for phase in range(draft.phases)]
                 before = partial(self._prepare, draft, gamma)
-            # Rows that finish in a rehearsal stay within their buffers; only the rounds are counted without an end.
+            # Rows that finish in a rehearsal stay within their buffers; only the rounds are counted
+            # without an end.
             undo = self.state.forget_rounds
-            self._cycles[draft, gamma] = Cycle([Step(body, self.captures, undo, before) for body in bodies], gamma)
+            self._cycles[draft, gamma] = Cycle(
+                [Step(body, self.captures, undo, before) for body in bodies], gamma
+            )
         return self._cycles[draft, gamma]
 
     def _prepare(self, draft: Draft, gamma: int) -> None:
@@ -250,13 +293,20 @@ class Decoder:
         """Release captures, and what they hold."""
         self._cycles.clear()
 
-    def _collect(self, round_seconds: list[float], setup_seconds: float, gammas: list[int]) -> Generation:
+    def _collect(
+        self, round_seconds: list[float], setup_seconds: float, gammas: list[int]
+    ) -> Generation:
         """Read the counters back, once."""
         state, rounds = self.state, len(round_seconds)
-        tokens, starts, ends = state.tokens_BS.tolist(), state.prompt_len_B.tolist(), state.num_tokens_B.tolist()
+        tokens, starts, ends = (
+            state.tokens_BS.tolist(),
+            state.prompt_len_B.tolist(),
+            state.num_tokens_B.tolist(),
+        )
         return Generation(
             tokens=[row[start:end] for row, start, end in zip(tokens, starts, ends, strict=True)],
-            accepted_RB=state.accepted_RB[:rounds].to("cpu", copy=True),  # the next pass counts into the same buffers
+            # The next pass counts into the same buffers.
+            accepted_RB=state.accepted_RB[:rounds].to("cpu", copy=True),
             committed_RB=state.committed_RB[:rounds].to("cpu", copy=True),
             round_seconds=round_seconds,
             setup_seconds=setup_seconds,
@@ -268,7 +318,8 @@ class Decoder:
 class _StopFlag:
     """A flag that all rows have finished, read without stalling the device.
 
-    On a GPU the host reads round i-1's flag while round i runs, so that at most one surplus round is decoded.
+    On a GPU the host reads round i-1's flag while round i runs, so that at most one surplus round
+    is decoded.
     """
 
     def __init__(self, finished_B: Tensor):
@@ -286,7 +337,9 @@ class _StopFlag:
             self._posted += 1
 
     def raised(self) -> bool:
-        """Return the flag: on a CPU the current one, on a GPU that of the round before the last one queued."""
+        """Return the flag: on a CPU the current one, on a GPU that of the round before the last one
+        queued.
+        """
         if not self._finished_B.is_cuda:
             return bool(self._finished_B.all())
         if self._posted - self._read < 2:

@@ -1,18 +1,20 @@
-"""The prompts' entries, computed again: what the cache holds must be what the target computes from the tokens.
+"""The prompts' entries, computed again: what the cache holds must be what the target computes from
+the tokens.
 
-The target runs over prompt tokens once more, by PyTorch's operators and attention, without our kernels. Every token
-attends to the entries that the cache holds of the tokens before it, and its own keys and values must be those that
-the cache holds of it. So an entry that was lost, moved or overwritten is found where it is, in whichever way the
-entries behind it were computed. Nothing is written to the cache.
+The target runs over prompt tokens once more, by PyTorch's operators and attention, without our
+kernels. Every token attends to the entries that the cache holds of the tokens before it, and its
+own keys and values must be those that the cache holds of it. So an entry that was lost, moved or
+overwritten is found where it is, in whichever way the entries behind it were computed. Nothing is
+written to the cache.
 
 Two passes, which together take about a thirteenth of the time of a prefill:
 
 - In the first layer entries depend on tokens and positions alone: all of them are compared.
-- In all layers, one token of every `stride`. Rows are sampled at different places, so that as many rows as a stride
-  has tokens cover every place.
+- In all layers, one token of every `stride`. Rows are sampled at different places, so that as many
+  rows as a stride has tokens cover every place.
 
-B rows, T tokens that are computed again, S slots, L layers, K KV heads, H query heads, D head dim, E hidden size,
-N numbers of a vector, I strides.
+B rows, T tokens that are computed again, S slots, L layers, K KV heads, H query heads, D head dim,
+E hidden size, N numbers of a vector, I strides.
 """
 
 from collections.abc import Iterator
@@ -36,9 +38,10 @@ FIRST_AT_ONCE = 2048  # tokens of a pass through the first layer's projections
 AT_ONCE, OF_A_ROW = 512, 64  # tokens of a pass through all layers, and of a row in it
 MASK = 1 << 24  # numbers of the mask of a pass; with long prompts a pass has fewer tokens
 
-# The error of an entry as a share of its size, above which it is wrong. Another token's entry differs by about 1. What
-# the order of sums changes is smaller: up to 0.00003 in float32 and 0.2 in bfloat16 with SmolLM2, whose layers write
-# very large activations for a few tokens; 0.06 with other tokens and models.
+# The error of an entry as a share of its size, above which it is wrong. Another token's entry
+# differs by about 1. What the order of sums changes is smaller: up to 0.00003 in float32 and 0.2 in
+# bfloat16 with SmolLM2, whose layers write very large activations for a few tokens; 0.06 with other
+# tokens and models.
 MAX_ERROR = {torch.float32: 0.01, torch.float16: 0.2, torch.bfloat16: 0.5}
 
 
@@ -47,7 +50,8 @@ class PromptCheck:
     """How far the entries of the prompts are from the target's. Those of several batches add up."""
 
     checked: int = 0  # tokens that were computed again in all layers
-    wrong: int = 0  # tokens with an entry or a last hidden state that is wrong, or follows from wrong ones
+    # Tokens with an entry or a last hidden state that is wrong, or follows from wrong ones.
+    wrong: int = 0
     max_error: float = 0.0  # largest error of an entry, as a share of its size
     seconds: float = 0.0
 
@@ -73,13 +77,16 @@ def check_prompts(decoder: Decoder, seed: int = 0) -> PromptCheck:
     """Compute entries of the prefilled prompts again, and compare. The seed chooses the tokens."""
     with Stopwatch(decoder.device) as watch:
         error_BS, checked_BS = errors(decoder, seed)
-        wrong, largest = int((error_BS > MAX_ERROR[decoder.target.dtype]).sum()), float(error_BS.max())
+        wrong, largest = (
+            int((error_BS > MAX_ERROR[decoder.target.dtype]).sum()),
+            float(error_BS.max()),
+        )
     return PromptCheck(int(checked_BS.sum()), wrong, largest, watch.seconds)
 
 
 def errors(decoder: Decoder, seed: int) -> tuple[Tensor, Tensor]:
-    """Return the largest error (B, S) of each token, 0 of those that were not compared, and which were compared in all
-    layers.
+    """Return the largest error (B, S) of each token, 0 of those that were not compared, and which
+    were compared in all layers.
     """
     model, tokens_BS = decoder.target.plain(), decoder.state.tokens_BS
     last_B1 = decoder.state.prompt_len_B.long()[:, None] - 1
@@ -88,9 +95,13 @@ def errors(decoder: Decoder, seed: int) -> tuple[Tensor, Tensor]:
         torch.zeros_like(tokens_BS, dtype=torch.bool),
     )
     for part in _every(last_B1, decoder.state.max_prompt_len):
-        error_BS[part.rows].scatter_reduce_(1, part.place_BT, first_error_of(decoder, model, part), "amax")
+        error_BS[part.rows].scatter_reduce_(
+            1, part.place_BT, first_error_of(decoder, model, part), "amax"
+        )
     for part in _sampled(last_B1, decoder.state.max_prompt_len, seed):
-        error_BS[part.rows].scatter_reduce_(1, part.place_BT, error_of(decoder, model, part), "amax")
+        error_BS[part.rows].scatter_reduce_(
+            1, part.place_BT, error_of(decoder, model, part), "amax"
+        )
         checked_BS[part.rows].scatter_(1, part.place_BT, True)
     return decoder.target.share.largest(error_BS), checked_BS
 
@@ -104,8 +115,8 @@ def first_error_of(decoder: Decoder, model: Transformer, part: Part) -> Tensor:
 
 
 def error_of(decoder: Decoder, model: Transformer, part: Part) -> Tensor:
-    """Return the largest error (B, T) of each token of a pass through all layers of the plain `model`, and where it is
-    the last one, that of its hidden state.
+    """Return the largest error (B, T) of each token of a pass through all layers of the plain
+    `model`, and where it is the last one, that of its hidden state.
     """
     rows, place_BT, end = part
     again = Recomputed(decoder.cache, rows, place_BT, end)
@@ -116,9 +127,14 @@ def error_of(decoder: Decoder, model: Transformer, part: Part) -> Tensor:
 
 
 def rehearse(decoder: Decoder, longest: int) -> None:
-    """Run passes that take as much memory as any over prompts of up to `longest` tokens, to estimate that."""
+    """Run passes that take as much memory as any over prompts of up to `longest` tokens, to
+    estimate that.
+    """
     model, last_B1 = decoder.target.plain(), decoder.state.prompt_len_B.long()[:, None]
-    sizes = ((first_error_of, FIRST_AT_ONCE, FIRST_AT_ONCE), (error_of, _at_once(longest), OF_A_ROW))
+    sizes = (
+        (first_error_of, FIRST_AT_ONCE, FIRST_AT_ONCE),
+        (error_of, _at_once(longest), OF_A_ROW),
+    )
     for compute, at_once, of_a_row in sizes:
         place_BT = last_B1.expand(-1, min(longest, of_a_row))
         part = next(_passes(place_BT, last_B1, 1, at_once, of_a_row))
@@ -146,9 +162,11 @@ def _at_once(longest: int) -> int:
     return min(AT_ONCE, max(1, MASK // longest))
 
 
-def _passes(place_BT: Tensor, last_B1: Tensor, stride: int, at_once: int, of_a_row: int = OF_A_ROW) -> Iterator[Part]:
-    """Yield passes of about `at_once` tokens: of a few rows, so that attention has many tokens of each, and in their
-    order, so that it reads few slots.
+def _passes(
+    place_BT: Tensor, last_B1: Tensor, stride: int, at_once: int, of_a_row: int = OF_A_ROW
+) -> Iterator[Part]:
+    """Yield passes of about `at_once` tokens: of a few rows, so that attention has many tokens of
+    each, and in their order, so that it reads few slots.
     """
     place_BT = place_BT.minimum(last_B1)
     num_new = min(of_a_row, at_once, place_BT.shape[1])
@@ -160,8 +178,8 @@ def _passes(place_BT: Tensor, last_B1: Tensor, stride: int, at_once: int, of_a_r
 
 
 def relative_error(got: Tensor, expected: Tensor) -> Tensor:
-    """Return the distance of vectors (B, T, N) as a share of their size, or of the usual size among the T if that is
-    larger; infinite where it is not a number.
+    """Return the distance of vectors (B, T, N) as a share of their size, or of the usual size among
+    the T if that is larger; infinite where it is not a number.
     """
     got, expected = got.float(), expected.float()
     size = got.norm(dim=-1)
@@ -171,16 +189,21 @@ def relative_error(got: Tensor, expected: Tensor) -> Tensor:
 
 
 class Recomputed(KVCache):
-    """A view of some rows of a cache, for prompt tokens that run again: they attend to its entries, and new ones of a
-    layer are kept apart until they are compared.
+    """A view of some rows of a cache, for prompt tokens that run again: they attend to its entries,
+    and new ones of a layer are kept apart until they are compared.
     """
 
     def __init__(self, source: KVCache, rows: slice, place_BT: Tensor, end: int):
         """Take the places of the tokens in these rows, all before `end`."""
         num_rows, num_new = place_BT.shape
-        super().__init__(source.config.layers(0, 1), num_rows, num_new, source.k_LBKSD.dtype, place_BT.device)
+        super().__init__(
+            source.config.layers(0, 1), num_rows, num_new, source.k_LBKSD.dtype, place_BT.device
+        )
         self._whole, self._place_BT = source.config, place_BT
-        self._k_LBKSD, self._v_LBKSD = source.k_LBKSD[:, rows, :, :end], source.v_LBKSD[:, rows, :, :end]
+        self._k_LBKSD, self._v_LBKSD = (
+            source.k_LBKSD[:, rows, :, :end],
+            source.v_LBKSD[:, rows, :, :end],
+        )
         self.error_BT = torch.zeros(place_BT.shape, device=place_BT.device)
 
     @override
@@ -193,7 +216,9 @@ class Recomputed(KVCache):
 
     @override
     def plan(self, attention: Attention, num_new: int, dtype: torch.dtype) -> list[Any]:
-        """Return the mask (B, 1, T, S) of each layer, which is added: a token sees itself and the tokens before it."""
+        """Return the mask (B, 1, T, S) of each layer, which is added: a token sees itself and the
+        tokens before it.
+        """
         windows = [self._whole.window_of(layer) for layer in range(self._whole.num_layers)]
         masks = {window: self._mask(window).to(dtype) for window in set(windows)}
         return [masks[window] for window in windows]
@@ -204,7 +229,9 @@ class Recomputed(KVCache):
         hidden_B1TS = slot_S > place_B1T1
         if window is not None:
             hidden_B1TS |= slot_S <= place_B1T1 - window
-        return torch.zeros(hidden_B1TS.shape, device=slot_S.device).masked_fill_(hidden_B1TS, float("-inf"))
+        return torch.zeros(hidden_B1TS.shape, device=slot_S.device).masked_fill_(
+            hidden_B1TS, float("-inf")
+        )
 
     @override
     def attend(self, layer: int, q_BTHD: Tensor, attention: Attention, plan: Any) -> Tensor:
@@ -214,10 +241,15 @@ class Recomputed(KVCache):
     def compare(self, layer: int) -> None:
         """Note the error of each token's entries in a layer, given those just computed."""
         index_B1T1 = self._place_BT[:, None, :, None]
-        for new_BKTD, stored_BKSD in ((self.k_LBKSD[0], self._k_LBKSD[layer]), (self.v_LBKSD[0], self._v_LBKSD[layer])):
+        for new_BKTD, stored_BKSD in (
+            (self.k_LBKSD[0], self._k_LBKSD[layer]),
+            (self.v_LBKSD[0], self._v_LBKSD[layer]),
+        ):
             _, K, _, D = stored_BKSD.shape
             stored_BKTD = stored_BKSD.gather(2, index_B1T1.expand(-1, K, -1, D))
-            self.note(relative_error(*(x.transpose(1, 2).flatten(2) for x in (new_BKTD, stored_BKTD))))
+            self.note(
+                relative_error(*(x.transpose(1, 2).flatten(2) for x in (new_BKTD, stored_BKTD)))
+            )
 
     def note(self, error_BT: Tensor) -> None:
         """Keep the larger error of each token."""

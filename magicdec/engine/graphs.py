@@ -1,4 +1,6 @@
-"""A step that is run many times over static buffers: replayed as one CUDA graph, or called as it is."""
+"""A step that is run many times over static buffers: replayed as one CUDA graph, or called as it
+is.
+"""
 
 import warnings
 from collections.abc import Callable
@@ -13,7 +15,9 @@ WARMUP_CALLS = 3  # before a capture, so that libraries allocate their workspace
 
 
 def rehearse(function: Callable[[], object], undo: Callable[[], None]) -> None:
-    """Make the calls before a capture, and undo what they append and count, which would overflow the buffers."""
+    """Make the calls before a capture, and undo what they append and count, which would overflow
+    the buffers.
+    """
     for _ in range(WARMUP_CALLS):
         function()
         undo()
@@ -22,15 +26,17 @@ def rehearse(function: Callable[[], object], undo: Callable[[], None]) -> None:
 class Captures:
     """The stream and the memory pool of one batch's graphs.
 
-    On one stream, because libraries keep a workspace for each, and in one pool of memory: a step leaves its results in
-    static buffers, so that the next may write over everything else.
+    On one stream, because libraries keep a workspace for each, and in one pool of memory: a step
+    leaves its results in static buffers, so that the next may write over everything else.
     """
 
     def __init__(self, device: torch.device):
         self.device, self.pool = device, torch.cuda.graph_pool_handle()
         self.stream = _stream(device)
 
-    def capture(self, function: Callable[[], object], undo: Callable[[], None]) -> Callable[[], object]:
+    def capture(
+        self, function: Callable[[], object], undo: Callable[[], None]
+    ) -> Callable[[], object]:
         """Rehearse and capture `function`. Return a function that replays it."""
         current = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)
@@ -39,13 +45,19 @@ class Captures:
         current.wait_stream(self.stream)
         graph, cause = torch.cuda.CUDAGraph(), None
         try:
-            # thread_local: what other threads do, such as NCCL's watchdog, cannot spoil the capture.
-            with warnings.catch_warnings(), torch.cuda.graph(graph, self.pool, self.stream, "thread_local"):
-                warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # of a draft that proposes on the host
+            # thread_local: what other threads do, such as NCCL's watchdog, cannot spoil the
+            # capture.
+            with (
+                warnings.catch_warnings(),
+                torch.cuda.graph(graph, self.pool, self.stream, "thread_local"),
+            ):
+                # Of a draft that proposes on the host.
+                warnings.filterwarnings("ignore", "The CUDA Graph is empty")
                 try:
                     function()
                 except Exception as error:
-                    cause = error  # ending a capture that has failed raises another, which says less
+                    # Ending a capture that has failed raises another, which says less.
+                    cause = error
                     raise
         except Exception as error:
             torch.cuda.set_stream(current)  # which that end does not come to
@@ -63,10 +75,11 @@ def nothing() -> None:
 
 
 class Step:
-    """A call of `function` (no arguments, everything in place, its result dropped), or a replay of its capture.
+    """A call of `function` (no arguments, everything in place, its result dropped), or a replay of
+    its capture.
 
-    The function must tolerate a few extra calls before the first real one, each followed by `undo`: capture it while
-    the state is disposable. `before` is called each time, and is not captured.
+    The function must tolerate a few extra calls before the first real one, each followed by `undo`:
+    capture it while the state is disposable. `before` is called each time, and is not captured.
     """
 
     def __init__(
@@ -76,7 +89,10 @@ class Step:
         undo: Callable[[], None] = nothing,
         before: Callable[[], None] = nothing,
     ):
-        self._call, self._before = captures.capture(function, undo) if captures else function, before
+        self._call, self._before = (
+            captures.capture(function, undo) if captures else function,
+            before,
+        )
 
     def __call__(self) -> None:
         """Run the step once."""
@@ -103,5 +119,7 @@ class Cycle:
         self.gammas.append(self._gamma)
 
     def timed(self, state: State) -> list[float]:
-        """Run a round of each kind over all rows and return the seconds of each, in the same order every time."""
+        """Run a round of each kind over all rows and return the seconds of each, in the same order
+        every time.
+        """
         return [seconds_of_all_rows(self, state) for _ in self._steps]

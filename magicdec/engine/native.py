@@ -1,4 +1,6 @@
-"""Our own engine: a target and, with speculation, a draft, opened on one batch of prompts after another."""
+"""Our own engine: a target and, with speculation, a draft, opened on one batch of prompts after
+another.
+"""
 
 from dataclasses import dataclass
 
@@ -49,7 +51,9 @@ class Native(EngineConfig):
 @ENGINES.register(Native)
 @dataclass
 class NativeEngine:
-    """Loaded models, and the groups of the configuration that decoding reads. `auto` values are resolved."""
+    """Loaded models, and the groups of the configuration that decoding reads. `auto` values are
+    resolved.
+    """
 
     batch: BatchConfig
     sampling: SamplingConfig
@@ -75,27 +79,37 @@ class NativeEngine:
         return int(self.batch.prefill_chunk)
 
     def capacity(self, context_len: int) -> int:
-        """Return the slots of a row of the target's cache for prompts of up to `context_len` tokens."""
+        """Return the slots of a row of the target's cache for prompts of up to `context_len`
+        tokens.
+        """
         return context_len + self.batch.generate_len + self.slack
 
     def open(self, prompts: list[list[int]], first: int = 0, cache: KVCache | None = None) -> Batch:
         """Allocate state and caches for these prompts (token ids; their lengths may differ).
 
-        `first` counts the prompts of the run before these: no two sequences of a run share random numbers. `cache` is
-        the target's, where these prompts were prefilled before.
+        `first` counts the prompts of the run before these: no two sequences of a run share random
+        numbers. `cache` is the target's, where these prompts were prefilled before.
         """
         eos = () if self.sampling.ignore_eos else self.target.config.eos_token_ids
-        state = State(prompts, self.batch.generate_len, self.slack, eos, self.target.embed.weight.device)
+        state = State(
+            prompts, self.batch.generate_len, self.slack, eos, self.target.embed.weight.device
+        )
         return self.open_on(state, Sampling.of(self.sampling, first), cache)
 
-    def open_on(self, state: State, sampling: Sampling | RowSampling, cache: KVCache | None = None) -> Batch:
+    def open_on(
+        self, state: State, sampling: Sampling | RowSampling, cache: KVCache | None = None
+    ) -> Batch:
         """Allocate caches for the rows of a state; the target's only if there is none."""
         rows, device = len(state.tokens_BS), state.tokens_BS.device
         if cache is None:
-            cache = KVCache(self.target.config, rows, state.max_len + self.slack, self.target.dtype, device)
+            cache = KVCache(
+                self.target.config, rows, state.max_len + self.slack, self.target.dtype, device
+            )
         synthetic = self.draft.synthetic_acceptance
         gammas = self.draft.gammas(self.cache) if self.draft.gamma == "auto" else ()
-        decoder = Decoder(self.target, cache, state, sampling, self.hardware.captures, synthetic, gammas)
+        decoder = Decoder(
+            self.target, cache, state, sampling, self.hardware.captures, synthetic, gammas
+        )
         draft = self.draft_for(decoder) if self.draft.name != "none" else None
         decoder.listener = draft if self.draft.listens else None
         return Batch(decoder, draft)

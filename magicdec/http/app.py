@@ -1,4 +1,6 @@
-"""The routes of the HTTP server: OpenAI's completions and models, `/health`, and `/metrics` for Prometheus."""
+"""The routes of the HTTP server: OpenAI's completions and models, `/health`, and `/metrics` for
+Prometheus.
+"""
 
 import asyncio
 import json
@@ -22,7 +24,8 @@ from magicdec.measure.metrics import Rounds
 from magicdec.serving.engine import AsyncEngine, Stream
 from magicdec.serving.request import Stats
 
-BODY_BYTES, BYTES_PER_TOKEN = 16 << 10, 32  # largest body: a token takes about 5 bytes as text, 12 escaped or as an id
+# Largest body: a token takes about 5 bytes as text, 12 escaped or as an id.
+BODY_BYTES, BYTES_PER_TOKEN = 16 << 10, 32
 BODY_S = 30.0  # limit on the arrival of a request
 RETRY_AFTER = {"Retry-After": "1"}  # seconds
 
@@ -33,8 +36,12 @@ class Meters:
     def __init__(self, engine: AsyncEngine):
         self._registry = CollectorRegistry()
         named: Any = {"registry": self._registry, "namespace": "magicdec"}
-        Gauge("requests_running", "Requests that have a slot", **named).set_function(lambda: engine.num_running)
-        Gauge("requests_waiting", "Requests without a slot", **named).set_function(lambda: engine.num_waiting)
+        Gauge("requests_running", "Requests that have a slot", **named).set_function(
+            lambda: engine.num_running
+        )
+        Gauge("requests_waiting", "Requests without a slot", **named).set_function(
+            lambda: engine.num_waiting
+        )
         self.requests = Counter("requests", "Requests by how they ended", ["end"], **named)
         self.tokens = {
             name: Counter(f"{name}_tokens", f"Tokens: {name}", **named)
@@ -46,7 +53,9 @@ class Meters:
         self.seconds = {
             "time_to_first_token_s": Histogram("time_to_first_token_seconds", "TTFT", **named),
             "time_per_output_token_s": Histogram("time_per_output_token_seconds", "TPOT", **named),
-            "request_latency_s": Histogram("request_latency_seconds", "From arrival to the last token", **named),
+            "request_latency_s": Histogram(
+                "request_latency_seconds", "From arrival to the last token", **named
+            ),
         }
 
     def count(self, stats: Stats, amounts: "Amounts", end: str | None) -> None:
@@ -88,7 +97,9 @@ class Amounts:
 
     @property
     def usage(self) -> dict[str, Any]:
-        """Return the `usage` of an answer, with proposals under the names of OpenAI's predicted outputs."""
+        """Return the `usage` of an answer, with proposals under the names of OpenAI's predicted
+        outputs.
+        """
         details = {
             "accepted_prediction_tokens": self.accepted,
             "rejected_prediction_tokens": self.proposed - self.accepted,
@@ -103,14 +114,22 @@ class Amounts:
 
 
 class Admission:
-    """Limit on requests: one per slot and `max_waiting` more. Requests that are still being read count."""
+    """Limit on requests: one per slot and `max_waiting` more. Requests that are still being read
+    count.
+    """
 
     def __init__(self, engine: AsyncEngine, max_waiting: int):
-        self._engine, self._room, self._arriving = engine, engine.scheduler.slots.num_slots + max_waiting, 0
+        self._engine, self._room, self._arriving = (
+            engine,
+            engine.scheduler.slots.num_slots + max_waiting,
+            0,
+        )
 
     @contextmanager
     def arriving(self) -> Iterator[None]:
-        """Reserve a place for a request until the engine has it. Raise HTTPException if none is free."""
+        """Reserve a place for a request until the engine has it. Raise HTTPException if none is
+        free.
+        """
         if not self._engine.is_open:
             raise HTTPException(503, "the engine is closed")
         if self._arriving + self._engine.num_running + self._engine.num_waiting >= self._room:
@@ -132,10 +151,15 @@ def create_app(engine: AsyncEngine, tokenizer: Any, model: str, max_waiting: int
 
     meters, admission, numbers = Meters(engine), Admission(engine, max_waiting), count()
     app = FastAPI(title="magicdec", lifespan=lifespan, redirect_slashes=False)
-    app.add_exception_handler(HTTPException, lambda _, error: _error(error.status_code, error.detail, error.headers))
+    app.add_exception_handler(
+        HTTPException, lambda _, error: _error(error.status_code, error.detail, error.headers)
+    )
     app.add_exception_handler(UserError, lambda _, error: _error(400, str(error)))
-    app.add_exception_handler(ClientDisconnect, lambda *_: Response(status_code=400))  # the client has left
-    app.add_exception_handler(Exception, lambda *_: _error(500, "the server has failed to answer this request"))
+    # The client has left.
+    app.add_exception_handler(ClientDisconnect, lambda *_: Response(status_code=400))
+    app.add_exception_handler(
+        Exception, lambda *_: _error(500, "the server has failed to answer this request")
+    )
 
     @app.get("/health")
     async def health() -> Response:
@@ -145,7 +169,12 @@ def create_app(engine: AsyncEngine, tokenizer: Any, model: str, max_waiting: int
     async def metrics() -> PlainTextResponse:
         return PlainTextResponse(meters.text())
 
-    described = {"id": model, "object": "model", "created": int(time.time()), "owned_by": "magicdec"}
+    described = {
+        "id": model,
+        "object": "model",
+        "created": int(time.time()),
+        "owned_by": "magicdec",
+    }
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -155,10 +184,16 @@ def create_app(engine: AsyncEngine, tokenizer: Any, model: str, max_waiting: int
         with admission.arriving():
             asked = kind.parse(await _body(request, engine.max_len))
             if asked.model != model:
-                raise HTTPException(404, f"model={reprlib.repr(asked.model)} is not served here; {model} is")
+                raise HTTPException(
+                    404, f"model={reprlib.repr(asked.model)} is not served here; {model} is"
+                )
             prompt = await asyncio.to_thread(asked.token_ids, tokenizer)
         stream = engine.generate(prompt, asked.params(engine.max_len - len(prompt)))
-        head = {"id": f"{kind.id_prefix}-{next(numbers)}", "object": kind.kind, "created": int(time.time())}
+        head = {
+            "id": f"{kind.id_prefix}-{next(numbers)}",
+            "object": kind.kind,
+            "created": int(time.time()),
+        }
         head["model"] = model
         answering = Answer(asked, stream, head, StoppableText(tokenizer, asked.stop), meters)
         if asked.stream:
@@ -187,7 +222,10 @@ async def _body(request: Request, max_len: int) -> bytes:
             async for part in request.stream():
                 body += part
                 if len(body) > most:
-                    raise HTTPException(413, f"the request is over {most:,} bytes; it may be {max_len:,} tokens long")
+                    raise HTTPException(
+                        413,
+                        f"the request is over {most:,} bytes; it may be {max_len:,} tokens long",
+                    )
     except TimeoutError:
         raise HTTPException(408, f"the request did not arrive within {BODY_S:g} s") from None
     return bytes(body)
@@ -196,14 +234,31 @@ async def _body(request: Request, max_len: int) -> bytes:
 class Answer:
     """Answer to one request, streamed as events or sent as a whole."""
 
-    def __init__(self, asked: Generation, stream: Stream, head: dict[str, Any], text: StoppableText, meters: Meters):
-        self._asked, self._stream, self._head, self._text, self._meters = asked, stream, head, text, meters
+    def __init__(
+        self,
+        asked: Generation,
+        stream: Stream,
+        head: dict[str, Any],
+        text: StoppableText,
+        meters: Meters,
+    ):
+        self._asked, self._stream, self._head, self._text, self._meters = (
+            asked,
+            stream,
+            head,
+            text,
+            meters,
+        )
         self._rounds = Rounds()
 
     async def events(self) -> AsyncIterator[str]:
-        """Yield an event per chunk of text, then the finish reason and any usage. Stop if the client leaves."""
+        """Yield an event per chunk of text, then the finish reason and any usage. Stop if the
+        client leaves.
+        """
         options, first = self._asked.stream_options, True
-        head = self._head | ({"object": f"{self._head['object']}.chunk"} if isinstance(self._asked, Chat) else {})
+        head = self._head | (
+            {"object": f"{self._head['object']}.chunk"} if isinstance(self._asked, Chat) else {}
+        )
         try:
             async for text, tokens in self._pieces():
                 usage = {"usage": self._amounts.usage} if options.continuous_usage_stats else {}
@@ -221,7 +276,9 @@ class Answer:
             self._close()
 
     async def whole(self, request: Request) -> JSONResponse:
-        """Return the whole answer. Wait for the client's next message meanwhile, and cancel if it disconnects."""
+        """Return the whole answer. Wait for the client's next message meanwhile, and cancel if it
+        disconnects.
+        """
 
         async def left() -> None:
             while (await request.receive())["type"] != "http.disconnect":
@@ -241,8 +298,8 @@ class Answer:
         return {"token_ids": tokens} if self._asked.return_token_ids else {}
 
     async def _pieces(self) -> AsyncIterator[tuple[str, list[int]]]:
-        """Yield the text of each round, up to a stop string, and its tokens. Raise HTTPException if the request fails
-        or the engine closes before its end.
+        """Yield the text of each round, up to a stop string, and its tokens. Raise HTTPException if
+        the request fails or the engine closes before its end.
         """
         try:
             rounds = iter(self._stream.request.chunk_rounds)  # which grows with the chunks
@@ -281,5 +338,11 @@ def _error(status: int, message: str, headers: Mapping[str, str] | None = None) 
 
 def _described(status: int, message: str) -> dict[str, Any]:
     """Return an error in OpenAI's shape."""
-    kind = "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
+    kind = (
+        "server_error"
+        if status >= 500
+        else "rate_limit_error"
+        if status == 429
+        else "invalid_request_error"
+    )
     return {"error": {"message": message, "type": kind, "param": None, "code": status}}

@@ -1,4 +1,6 @@
-"""Requests of OpenAI's API for completions and chats: fields, prompt, parameters; the answer's shape, and its text."""
+"""Requests of OpenAI's API for completions and chats: fields, prompt, parameters; the answer's
+shape, and its text.
+"""
 
 import random
 import reprlib
@@ -7,7 +9,15 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Self
 
 from jinja2 import TemplateError
-from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    FailFast,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from typing_extensions import override
 
 from magicdec.data.tokenizer import Detokenizer, encode_prompt
@@ -39,7 +49,9 @@ MESSAGES = {
 
 
 class Strict(BaseModel):
-    """Object whose fields must be known and of the right type. Null counts as leaving a field out."""
+    """Object whose fields must be known and of the right type. Null counts as leaving a field
+    out.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
     neutral: ClassVar[Mapping[str, tuple]] = NEUTRAL
@@ -50,7 +62,11 @@ class Strict(BaseModel):
         if not isinstance(given, dict):
             return given
         known, neutral = cls.model_fields, cls.neutral
-        kept = {key: value for key, value in given.items() if value is not None and value not in neutral.get(key, ())}
+        kept = {
+            key: value
+            for key, value in given.items()
+            if value is not None and value not in neutral.get(key, ())
+        }
         # Report the first mistake only: there may be a million.
         unknown = next((key for key in kept if key not in known), None)
         return {key: value for key, value in kept.items() if key in known or key == unknown}
@@ -85,7 +101,9 @@ class Generation(Strict):
 
     @classmethod
     def parse(cls, body: bytes) -> Self:
-        """Parse a request. Raise UserError, one line about the first mistake, if it is not valid."""
+        """Parse a request. Raise UserError, one line about the first mistake, if it is not
+        valid.
+        """
         try:
             return cls.model_validate_json(body)
         except ValidationError as error:
@@ -149,7 +167,10 @@ class Completion(Generation):
             if len(prompt) > 1:
                 raise ValueError(f"{len(prompt)} prompts; send one in each request")
             prompt = prompt[0]
-        if not (isinstance(prompt, str) or (isinstance(prompt, list) and all(type(token) is int for token in prompt))):
+        if not (
+            isinstance(prompt, str)
+            or (isinstance(prompt, list) and all(type(token) is int for token in prompt))
+        ):
             raise ValueError("must be a text or a list of token ids")
         return prompt
 
@@ -159,7 +180,9 @@ class Completion(Generation):
 
     @override
     def token_ids(self, tokenizer: Any) -> list[int]:
-        return encode_prompt(tokenizer, self.prompt) if isinstance(self.prompt, str) else self.prompt
+        return (
+            encode_prompt(tokenizer, self.prompt) if isinstance(self.prompt, str) else self.prompt
+        )
 
     @override
     def choice(self, text: str, end: str | None) -> dict[str, Any]:
@@ -184,7 +207,11 @@ class Message(Strict):
         if isinstance(content, str):
             return content
         parts: list[Any] = content if isinstance(content, list) else [None]
-        texts = [part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
+        texts = [
+            part["text"]
+            for part in parts
+            if isinstance(part, dict) and isinstance(part.get("text"), str)
+        ]
         if len(texts) < len(parts) or any(part.get("type") != "text" for part in parts):
             raise ValueError("must be a text or a list of parts of type text")
         return "".join(texts)
@@ -202,28 +229,47 @@ class Chat(Generation):
 
     @override
     def limit(self, room: int) -> int:
-        given = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        given = (
+            self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        )
         return max(1, room) if given is None else given
 
     @override
     def token_ids(self, tokenizer: Any) -> list[int]:
         if not getattr(tokenizer, "chat_template", None):
-            raise UserError(f"model={self.model} has no chat template; send a prompt to /v1/completions")
+            raise UserError(
+                f"model={self.model} has no chat template; send a prompt to /v1/completions"
+            )
         messages = [one.model_dump(exclude_none=True) for one in self.messages]
         try:
-            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            text = tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True
+            )
         except TemplateError as error:  # many templates check the order of roles
-            raise UserError(f"messages: the model's template refuses them: {in_brief(str(error))}") from None
-        return tokenizer.encode(text, add_special_tokens=False, verbose=False)  # the template adds them
+            raise UserError(
+                f"messages: the model's template refuses them: {in_brief(str(error))}"
+            ) from None
+        # The template adds them.
+        return tokenizer.encode(text, add_special_tokens=False, verbose=False)
 
     @override
     def choice(self, text: str, end: str | None) -> dict[str, Any]:
-        return {"index": 0, "message": {"role": "assistant", "content": text}, "logprobs": None, "finish_reason": end}
+        return {
+            "index": 0,
+            "message": {"role": "assistant", "content": text},
+            "logprobs": None,
+            "finish_reason": end,
+        }
 
     @override
     def delta(self, text: str, end: str | None, first: bool) -> dict[str, Any]:
         role = {"role": "assistant"} if first else {}
-        return {"index": 0, "delta": role | {"content": text}, "logprobs": None, "finish_reason": end}
+        return {
+            "index": 0,
+            "delta": role | {"content": text},
+            "logprobs": None,
+            "finish_reason": end,
+        }
 
 
 def _described(mistake: Mapping[str, Any]) -> str:
@@ -240,8 +286,8 @@ def _described(mistake: Mapping[str, Any]) -> str:
 class StoppableText:
     """Text up to the first stop string, which may span tokens and rounds, and its tokens.
 
-    An ending that may begin a stop string is held back until more tokens arrive. The token that completes a stop
-    string is the last one, as if each were decoded alone.
+    An ending that may begin a stop string is held back until more tokens arrive. The token that
+    completes a stop string is the last one, as if each were decoded alone.
     """
 
     def __init__(self, tokenizer: Any, stops: Sequence[str] = ()):

@@ -1,7 +1,9 @@
-"""`magicdec serve`: the engine behind an API like OpenAI's (completions and chats), for load generators and others.
+"""`magicdec serve`: the engine behind an API like OpenAI's (completions and chats), for load
+generators and others.
 
-Overrides are those of a run: batch.size is the number of slots, batch.context_len + batch.generate_len the largest
-number of tokens of a request. `/metrics` is for Prometheus. Needs pip install 'magicdec[serve]'.
+Overrides are those of a run: batch.size is the number of slots, batch.context_len +
+batch.generate_len the largest number of tokens of a request. `/metrics` is for Prometheus. Needs
+pip install 'magicdec[serve]'.
 """
 
 import argparse
@@ -21,17 +23,27 @@ try:
     from magicdec.http.app import create_app
     from magicdec.http.server import Server
 except ImportError as missing:
-    raise SystemExit(f"error: serving over HTTP needs {missing.name}: pip install 'magicdec[serve]'") from None
+    raise SystemExit(
+        f"error: serving over HTTP needs {missing.name}: pip install 'magicdec[serve]'"
+    ) from None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line. Return the exit code: 2 for a user's mistake, which is printed in one line."""
-    parser = argparse.ArgumentParser("magicdec serve", description=__doc__.partition("\n")[0])
-    parser.add_argument("overrides", nargs="*", help="as for a run: target=tiny draft=self batch.size=8")
-    parser.add_argument("--host", default="127.0.0.1", help="loopback by default: there is no authentication")
+    """Run the command line. Return the exit code: 2 for a user's mistake, which is printed in one
+    line.
+    """
+    parser = argparse.ArgumentParser("magicdec serve", description=__doc__.partition("\n\n")[0])
+    parser.add_argument(
+        "overrides", nargs="*", help="as for a run: target=tiny draft=self batch.size=8"
+    )
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="loopback by default: there is no authentication"
+    )
     parser.add_argument("--port", type=int, default=8000, help="8000; 0: any that is free")
     parser.add_argument("--model", help="the name that clients ask for (target.name)")
-    parser.add_argument("--max-waiting", type=int, default=256, help="requests without a slot; more get 429 (256)")
+    parser.add_argument(
+        "--max-waiting", type=int, default=256, help="requests without a slot; more get 429 (256)"
+    )
     grace = "seconds that running answers have after Ctrl-C or SIGTERM (20)"
     parser.add_argument("--grace", type=int, default=20, help=grace)
     options = parser.parse_intermixed_args(arguments)
@@ -55,7 +67,10 @@ def _serve(options: argparse.Namespace) -> None:
 
 def _greeting(model: str, slots: Slots, max_waiting: int, url: str) -> list[str]:
     """Return the lines that say what is served, and a command to try."""
-    room = f"{slots.num_slots:,} slots of {slots.max_len:,} tokens; {max_waiting:,} more requests may wait"
+    room = (
+        f"{slots.num_slots:,} slots of {slots.max_len:,} tokens; {max_waiting:,} more requests may"
+        " wait"
+    )
     body = json.dumps({"model": model, "prompt": "def main(", "max_tokens": 32, "temperature": 0})
     words = ["curl", f"{url}/v1/completions", "-H", "content-type: application/json", "-d", body]
     return [f"{model} at {url}: {room}", command_line(words)]

@@ -1,4 +1,6 @@
-"""uvicorn's server with limits on connections and slow requests, and a shutdown that waits for running answers."""
+"""uvicorn's server with limits on connections and slow requests, and a shutdown that waits for
+running answers.
+"""
 
 import asyncio
 import os
@@ -25,18 +27,22 @@ HEAD_S = 10.0  # limit on the arrival of a request's head
 CLOSE_S = 5  # for clients to read the end of their answers
 MOST_DESCRIPTORS = 1 << 16
 AT_ONCE = 4  # connections accepted in a turn of the event loop
-QUEUE = 2048  # connections that the system keeps until they are accepted: they have no descriptor yet
+# Connections that the system keeps until they are accepted: they have no descriptor yet.
+QUEUE = 2048
 
 
 class Connection(H11Protocol):
-    """Connection that is closed if it waits too long for a request, or waits longest when there are too many.
+    """Connection that is closed if it waits too long for a request, or waits longest when there are
+    too many.
 
     Slow and silent clients can neither keep their descriptors nor lock others out.
     """
 
     @override
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Open the connection. If there are too many, close the one that has waited longest, perhaps this one."""
+        """Open the connection. If there are too many, close the one that has waited longest,
+        perhaps this one.
+        """
         super().connection_made(transport)
         self._deadline = self.loop.call_later(HEAD_S, self._give_up)
         if self.limit_concurrency and len(self.connections) >= self.limit_concurrency:
@@ -66,12 +72,22 @@ class Connection(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """An engine's server. Its shutdown, by Ctrl-C or SIGTERM, waits up to `grace_s` for running answers."""
+    """An engine's server. Its shutdown, by Ctrl-C or SIGTERM, waits up to `grace_s` for running
+    answers.
+    """
 
     def __init__(
-        self, app: Any, engine: AsyncEngine, host: str, port: int, grace_s: int, greeting: Callable[[str], list[str]]
+        self,
+        app: Any,
+        engine: AsyncEngine,
+        host: str,
+        port: int,
+        grace_s: int,
+        greeting: Callable[[str], list[str]],
     ):
-        """Take `greeting`, which returns the lines to print for the address that the server listens at."""
+        """Take `greeting`, which returns the lines to print for the address that the server listens
+        at.
+        """
         settings = uvicorn.Config(
             app,
             host,
@@ -87,7 +103,9 @@ class Server(uvicorn.Server):
 
     @override
     def run(self, sockets: Any = None) -> None:
-        """Serve until Ctrl-C or SIGTERM, which uvicorn raises again at the end: neither is an error."""
+        """Serve until Ctrl-C or SIGTERM, which uvicorn raises again at the end: neither is an
+        error.
+        """
         before = signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
             with suppress(KeyboardInterrupt):
@@ -120,7 +138,8 @@ class Server(uvicorn.Server):
 
 
 def most_connections() -> int:
-    """Return the limit on open connections: half of the free descriptors. Raise UserError if there are too few.
+    """Return the limit on open connections: half of the free descriptors. Raise UserError if there
+    are too few.
 
     A connection beyond the limit is first accepted, and closed two turns of the event loop later.
     """
@@ -128,5 +147,7 @@ def most_connections() -> int:
     used = len(os.listdir("/dev/fd")) if os.path.isdir("/dev/fd") else 0
     free = (most if 0 <= most < MOST_DESCRIPTORS else MOST_DESCRIPTORS) - used
     if free < 8 * AT_ONCE:
-        raise UserError(f"ulimit -n={most}: a server needs at least {used + 8 * AT_ONCE} open files")
+        raise UserError(
+            f"ulimit -n={most}: a server needs at least {used + 8 * AT_ONCE} open files"
+        )
     return free // 2

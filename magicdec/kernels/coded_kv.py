@@ -1,10 +1,13 @@
-"""Attention in Triton over a KV cache in 4 or 8 bits (attention/codes.py): codes first, then exact entries.
+"""Attention in Triton over a KV cache in 4 or 8 bits (attention/codes.py): codes first, then exact
+entries.
 
-B rows, T new tokens, H query heads over K KV heads, J = H / K, R = J x T query rows that share a KV head, S slots, N
-tiles of 16 slots, D head dim, C bytes of codes per entry, G tokens of a group of keys, F features of a group of values.
+B rows, T new tokens, H query heads over K KV heads, J = H / K, R = J x T query rows that share a KV
+head, S slots, N tiles of 16 slots, D head dim, C bytes of codes per entry, G tokens of a group of
+keys, F features of a group of values.
 
-A program takes what one of split_kv.py takes. Features are read in two halves, because a byte of 4-bit codes has one of
-each. A block of slots lies within one group of keys, so that their scales are read once for all of its slots.
+A program takes what one of split_kv.py takes. Features are read in two halves, because a byte of
+4-bit codes has one of each. A block of slots lies within one group of keys, so that their scales
+are read once for all of its slots.
 """
 
 import triton
@@ -15,14 +18,16 @@ from magicdec.kernels.split_kv import out_row, weigh
 
 @triton.jit
 def to_half(codes):
-    """Return whole numbers below 1,024 in fp16: as the last bits of 1,024, which is then taken away."""
+    """Return whole numbers below 1,024 in fp16: as the last bits of 1,024, which is then taken
+    away.
+    """
     return (codes.to(tl.int16) | 0x6400).to(tl.float16, bitcast=True) - 1024.0
 
 
 @triton.jit
 def split_codes(at, apart, BITS: tl.constexpr, NUMBER: tl.constexpr):
-    """Load words (X, Y) of four codes each. Return the codes (4 X, Y) as numbers: of the first half of the features and
-    of the second, whose words are `apart` behind if a code is a byte.
+    """Load words (X, Y) of four codes each. Return the codes (4 X, Y) as numbers: of the first half
+    of the features and of the second, whose words are `apart` behind if a code is a byte.
     """
     X: tl.constexpr = at.shape[0]
     Y: tl.constexpr = at.shape[1]
@@ -34,7 +39,9 @@ def split_codes(at, apart, BITS: tl.constexpr, NUMBER: tl.constexpr):
     else:
         first = first & 255
         second = tl.load(at + apart)[:, None, :] >> shift & 255
-    return to_half(tl.reshape(first, [4 * X, Y])).to(NUMBER), to_half(tl.reshape(second, [4 * X, Y])).to(NUMBER)
+    return to_half(tl.reshape(first, [4 * X, Y])).to(NUMBER), to_half(
+        tl.reshape(second, [4 * X, Y])
+    ).to(NUMBER)
 
 
 @triton.jit
@@ -48,7 +55,9 @@ def load_pairs(at, NUMBER: tl.constexpr):
 
 @triton.jit
 def decode_values(codes, at_scale, BLOCK: tl.constexpr, GROUPS: tl.constexpr, F: tl.constexpr):
-    """Return half of the features of BLOCK values: codes by their scale, above the least value of their group."""
+    """Return half of the features of BLOCK values: codes by their scale, above the least value of
+    their group.
+    """
     codes = tl.reshape(codes, [BLOCK, GROUPS, F])
     scale, least = load_pairs(at_scale, codes.dtype), load_pairs(at_scale + 8, codes.dtype)
     return tl.reshape(codes * scale[:, :, None] + least[:, :, None], [BLOCK, GROUPS * F])
@@ -65,7 +74,7 @@ def fold_halves(most, total, sums1, sums2, scores, v1, v2):
 
 
 @triton.jit(do_not_specialize=["num_splits"])
-def attend_coded(
+def attend_coded(  # noqa: PLR0915
     q,
     k,
     v,
@@ -113,7 +122,13 @@ def attend_coded(
     seqlen, coded = tl.load(seqlens + b), tl.load(first_exact + b)
     own = seqlen - T + r % T
 
-    at_q = q + b * q_row + (r % T)[:, None] * q_token + (kv * J + r // T)[:, None] * q_head + d[None, :]
+    at_q = (
+        q
+        + b * q_row
+        + (r % T)[:, None] * q_token
+        + (kv * J + r // T)[:, None] * q_head
+        + d[None, :]
+    )
     some = (r < J * T)[:, None] & (d < HALF)[None, :]
     q1, q2 = tl.load(at_q, mask=some, other=0.0), tl.load(at_q + HALF, mask=some, other=0.0)
     if UPCAST:
@@ -140,7 +155,11 @@ def attend_coded(
 
     for at in range(start, tl.minimum(end, coded), BLOCK):
         slot = at + tl.arange(0, BLOCK)
-        at_k = k_codes + (slot // 16 * (4 * BYTES) + slot % 16)[None, :] + 16 * tl.arange(0, HALF // 4)[:, None]
+        at_k = (
+            k_codes
+            + (slot // 16 * (4 * BYTES) + slot % 16)[None, :]
+            + 16 * tl.arange(0, HALF // 4)[:, None]
+        )
         k1, k2 = split_codes(at_k, 4 * HALF, BITS, NUMBER)
         at_scale = k_scales + at // G * D + tl.arange(0, HALF // 2)[:, None]
         k1 = k1 * load_pairs(at_scale, NUMBER) + load_pairs(at_scale + HALF, NUMBER)
@@ -162,10 +181,21 @@ def attend_coded(
         valid = slot < end
         at_k = k + slot.to(tl.int64)[:, None] * k_slot + d[None, :]
         at_v = v + slot.to(tl.int64)[:, None] * v_slot + d[None, :]
-        k1, k2 = tl.load(at_k, mask=valid[:, None], other=0.0), tl.load(at_k + HALF, mask=valid[:, None], other=0.0)
-        v1, v2 = tl.load(at_v, mask=valid[:, None], other=0.0), tl.load(at_v + HALF, mask=valid[:, None], other=0.0)
+        k1, k2 = (
+            tl.load(at_k, mask=valid[:, None], other=0.0),
+            tl.load(at_k + HALF, mask=valid[:, None], other=0.0),
+        )
+        v1, v2 = (
+            tl.load(at_v, mask=valid[:, None], other=0.0),
+            tl.load(at_v + HALF, mask=valid[:, None], other=0.0),
+        )
         if UPCAST:
-            k1, k2, v1, v2 = k1.to(tl.float32), k2.to(tl.float32), v1.to(tl.float32), v2.to(tl.float32)
+            k1, k2, v1, v2 = (
+                k1.to(tl.float32),
+                k2.to(tl.float32),
+                v1.to(tl.float32),
+                v2.to(tl.float32),
+            )
         scores = tl.dot(q1, tl.trans(k1), input_precision="ieee")
         scores = tl.dot(q2, tl.trans(k2), scores, input_precision="ieee") * scale
         seen = valid[None, :] & (slot[None, :] <= own[:, None])

@@ -1,8 +1,8 @@
 """The shared library of C++ kernels, which is compiled in seconds when it is first needed.
 
-It is cached in a file of the user's cache, for these sources, this PyTorch and this processor; where nobody can write
-there, in a temporary folder of the user's own. The library is called with plain pointers, because compiling with
-PyTorch's headers would take half a minute.
+It is cached in a file of the user's cache, for these sources, this PyTorch and this processor;
+where nobody can write there, in a temporary folder of the user's own. The library is called with
+plain pointers, because compiling with PyTorch's headers would take half a minute.
 """
 
 import ctypes
@@ -26,9 +26,11 @@ from magicdec.errors import UserError, to_stderr
 
 FOLDER = Path(__file__).parent
 SOURCES = sorted(FOLDER.glob("*.cpp"))
-# The vectors are written out; letting the compiler find more of them makes the short loops around them slower.
+# The vectors are written out; letting the compiler find more of them makes the short loops around
+# them slower.
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-tree-vectorize", "-fopenmp", "-fPIC")
-# M_MMAP_THRESHOLD: the memory of larger tensors, as of a KV cache, is returned. M_TRIM_THRESHOLD: what is kept at most.
+# M_MMAP_THRESHOLD: the memory of larger tensors, as of a KV cache, is returned. M_TRIM_THRESHOLD:
+# what is kept at most.
 KEPT = {-3: 64 << 20, -1: 256 << 20}
 NEEDS_COMPILER, CANNOT_LOAD = "needs a C++ compiler", "cannot load its kernels"
 OBSTACLES = (NEEDS_COMPILER, CANNOT_LOAD)  # how they begin
@@ -41,7 +43,9 @@ def obstacle() -> str | None:
     try:
         _open(path())
     except OSError as error:
-        return f"{CANNOT_LOAD}: {error}; delete that file, or name another folder with XDG_CACHE_HOME"
+        return (
+            f"{CANNOT_LOAD}: {error}; delete that file, or name another folder with XDG_CACHE_HOME"
+        )
     return None
 
 
@@ -55,7 +59,9 @@ def load() -> ctypes.CDLL:
 
 
 def _keep_freed_memory() -> None:
-    """Let glibc keep the memory of freed tensors: fresh pages take up to a quarter of the time of a short prefill."""
+    """Let glibc keep the memory of freed tensors: fresh pages take up to a quarter of the time of a
+    short prefill.
+    """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
         for parameter, num_bytes in KEPT.items():
@@ -65,9 +71,11 @@ def _keep_freed_memory() -> None:
 @cache
 def _open(library: Path) -> ctypes.CDLL:
     content = library.read_bytes()
-    section_table = int.from_bytes(content[40:48], sys.byteorder)  # at the end of an ELF file of 64 bits
+    # At the end of an ELF file of 64 bits.
+    section_table = int.from_bytes(content[40:48], sys.byteorder)
     if content.startswith(b"\x7fELF") and len(content) <= section_table:
-        raise OSError(f"{library}: the file is incomplete")  # to load it would end the process with SIGBUS
+        # To load it would end the process with SIGBUS.
+        raise OSError(f"{library}: the file is incomplete")
     return ctypes.CDLL(str(library))
 
 
@@ -83,13 +91,21 @@ def numbers(names: str) -> list[tuple[str, Any]]:
 
 def compiler() -> str | None:
     """Return the system's C++ compiler, `CXX` first; None where there is none."""
-    return next(filter(None, map(shutil.which, (os.environ.get("CXX", ""), "g++", "clang++"))), None)
+    return next(
+        filter(None, map(shutil.which, (os.environ.get("CXX", ""), "g++", "clang++"))), None
+    )
 
 
 @cache
 def path() -> Path:
-    """Return the library's file: one for each state of the sources, flags, PyTorch and processor."""
-    files = [(file.name, file.read_bytes()) for file in sorted(FOLDER.iterdir()) if file.suffix in (".cpp", ".h")]
+    """Return the library's file: one for each state of the sources, flags, PyTorch and
+    processor.
+    """
+    files = [
+        (file.name, file.read_bytes())
+        for file in sorted(FOLDER.iterdir())
+        if file.suffix in (".cpp", ".h")
+    ]
     identity = (files, FLAGS, torch.__version__, platform.machine(), _processor())
     digest = hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
     name = f"kernels-{digest}.so"
@@ -110,7 +126,9 @@ def _is_writable(folder: Path) -> bool:
 
 
 def _is_private(folder: Path) -> bool:
-    """Return whether nobody else can write to a folder, which is made if needed: what lies there is executed."""
+    """Return whether nobody else can write to a folder, which is made if needed: what lies there is
+    executed.
+    """
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
         facts = folder.lstat()
@@ -121,24 +139,37 @@ def _is_private(folder: Path) -> bool:
 
 @cache
 def _obstacle(library: Path, command: str | None) -> str | None:
-    """Compile the library. Return why that fails, if it does. Several processes may do so at the same time."""
+    """Compile the library. Return why that fails, if it does. Several processes may do so at the
+    same time.
+    """
     if command is None:
         return f"{NEEDS_COMPILER}, and neither g++ nor clang++ is installed (CXX names another)"
     to_stderr(f"attention=cpp: compiling its kernels with {command}, once")
     try:
         library.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=library.parent) as folder, ThreadPoolExecutor() as pool:
+        with (
+            tempfile.TemporaryDirectory(dir=library.parent) as folder,
+            ThreadPoolExecutor() as pool,
+        ):
             objects = [Path(folder, f"{source.stem}.o") for source in SOURCES]
-            tasks = [("-c", str(source), "-o", str(made)) for source, made in zip(SOURCES, objects, strict=True)]
+            tasks = [
+                ("-c", str(source), "-o", str(made))
+                for source, made in zip(SOURCES, objects, strict=True)
+            ]
             list(pool.map(lambda task: _compile(command, *task), tasks))
             made = Path(folder, library.name)
             _compile(command, "-shared", *map(str, objects), "-o", str(made))
             made.replace(library)
     except subprocess.CalledProcessError as error:
         lines = [line for line in error.stderr.splitlines() if "error" in line]
-        return f"{NEEDS_COMPILER}, and {command} failed: {(lines or [f'exit code {error.returncode}'])[0]}"
+        return (
+            f"{NEEDS_COMPILER}, and {command} failed:"
+            f" {(lines or [f'exit code {error.returncode}'])[0]}"
+        )
     except OSError as error:
-        return f"{NEEDS_COMPILER} and a folder for the library: {error}; XDG_CACHE_HOME names another"
+        return (
+            f"{NEEDS_COMPILER} and a folder for the library: {error}; XDG_CACHE_HOME names another"
+        )
     return None
 
 
@@ -147,9 +178,15 @@ def _compile(command: str, *arguments: str) -> None:
 
 
 def _processor() -> str:
-    """Return the processor's model and features, on which -march=native depends, as far as they are known."""
+    """Return the processor's model and features, on which -march=native depends, as far as they are
+    known.
+    """
     cpuinfo = Path("/proc/cpuinfo")
     if not cpuinfo.exists():
         return platform.processor()
     lines = cpuinfo.read_text().splitlines()
-    return "\n".join(dict.fromkeys(line for line in lines if line.startswith(("model name", "flags", "Features"))))
+    return "\n".join(
+        dict.fromkeys(
+            line for line in lines if line.startswith(("model name", "flags", "Features"))
+        )
+    )

@@ -1,16 +1,17 @@
 """Attention in Triton: the kernels of split-KV decoding and verification, which read K and V once.
 
-B rows, T new tokens, H query heads over K KV heads, J = H / K, R = J x T query rows that share a KV head, S slots, D
-head dim, N selected slots.
+B rows, T new tokens, H query heads over K KV heads, J = H / K, R = J x T query rows that share a KV
+head, S slots, D head dim, N selected slots.
 
-A program takes one KV head of one row, one split of its slots, and one tile of its R query rows. A verification is a
-single tile. A prefill has many, each of which ends where its last token does; the tiles of a head come first in the
-grid, so that they run at the same time and only one of them reads K and V from memory, the others from the L2 cache.
-Blocks that all of a tile's query rows see are attended without masks, in a loop of their own: with masks, issuing the
-instructions takes longer than the matmuls.
-Lengths are read on the device, so that shapes are static and a pass can be captured. Several splits are merged by a
-second kernel, by their log-sum-exp (in powers of two). Scores of slots, where a pass returns them, are written out, 4 R
-bytes a slot in addition to the 4 D of K and V in half precision, and summed by a third kernel.
+A program takes one KV head of one row, one split of its slots, and one tile of its R query rows. A
+verification is a single tile. A prefill has many, each of which ends where its last token does; the
+tiles of a head come first in the grid, so that they run at the same time and only one of them reads
+K and V from memory, the others from the L2 cache. Blocks that all of a tile's query rows see are
+attended without masks, in a loop of their own: with masks, issuing the instructions takes longer
+than the matmuls. Lengths are read on the device, so that shapes are static and a pass can be
+captured. Several splits are merged by a second kernel, by their log-sum-exp (in powers of two).
+Scores of slots, where a pass returns them, are written out, 4 R bytes a slot in addition to the 4 D
+of K and V in half precision, and summed by a third kernel.
 """
 
 import triton
@@ -28,8 +29,8 @@ def out_row(head, r, T, K: tl.constexpr, J: tl.constexpr):
 
 @triton.jit
 def weigh(most, total, scores, scale):
-    """Take a block's scores, which are yet to be scaled, into a running softmax: each row's highest score and sum of
-    weights. Return them, what earlier sums are worth, and the block's weights.
+    """Take a block's scores, which are yet to be scaled, into a running softmax: each row's highest
+    score and sum of weights. Return them, what earlier sums are worth, and the block's weights.
     """
     highest = tl.maximum(most, tl.max(scores, 1) * scale)
     base = tl.where(highest == float("-inf"), 0.0, highest)
@@ -47,7 +48,7 @@ def fold(most, total, sums, scores, scale, v_tile):
 
 
 @triton.jit(do_not_specialize=["num_splits", "num_indices", "reach"])
-def attend_split(
+def attend_split(  # noqa: C901, PLR0912, PLR0915
     q,
     k,
     v,
@@ -93,7 +94,13 @@ def attend_split(
     seqlen = tl.load(seqlens + b)
     own = seqlen - T + r % T
 
-    at_q = q + b * q_row + (r % T)[:, None] * q_token + (kv * J + r // T)[:, None] * q_head + d[None, :]
+    at_q = (
+        q
+        + b * q_row
+        + (r % T)[:, None] * q_token
+        + (kv * J + r // T)[:, None] * q_head
+        + d[None, :]
+    )
     q_tile = tl.load(at_q, mask=(r < J * T)[:, None] & (d < D)[None, :], other=0.0)
     if UPCAST:
         q_tile = q_tile.to(tl.float32)
@@ -122,7 +129,9 @@ def attend_split(
         until = begin + tl.maximum(tl.minimum(end, tl.min(own, 0) + 1) - begin, 0) // BLOCK * BLOCK
     for masked in tl.static_range(0 if UNMASKED else 1, 2):
         # The blocks on both sides of those are left for the second loop.
-        for at in range(start if masked else begin, end - until + begin if masked else until, BLOCK):
+        for at in range(
+            start if masked else begin, end - until + begin if masked else until, BLOCK
+        ):
             slot = at + tl.arange(0, BLOCK)
             if UNMASKED and masked:
                 slot += tl.where(at < begin, 0, until - begin)
@@ -139,17 +148,22 @@ def attend_split(
             if UPCAST:
                 k_tile, v_tile = k_tile.to(tl.float32), v_tile.to(tl.float32)
             scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
-            if not UNMASKED:  # a verification: with both products in `fold`, it would need more registers
+            # A verification: with both products in `fold`, it would need more registers.
+            if not UNMASKED:
                 scores *= scale
             if masked:
                 seen = valid[None, :] & (slot[None, :] <= own[:, None])
                 if reach is not None:
                     position = slot
                     if positions is not None:
-                        position = tl.load(positions + head.to(tl.int64) * S + slot, mask=valid, other=0)
+                        position = tl.load(
+                            positions + head.to(tl.int64) * S + slot, mask=valid, other=0
+                        )
                     seen &= position[None, :] > own[:, None] - reach
                 if SCORED:
-                    at_raw = raw + head.to(tl.int64) * (J * T) * S + (r[:, None] * S + slot[None, :])
+                    at_raw = (
+                        raw + head.to(tl.int64) * (J * T) * S + (r[:, None] * S + slot[None, :])
+                    )
                     tl.store(at_raw, scores * left, mask=seen & (r < J * T)[:, None])
                 scores = tl.where(seen, scores, float("-inf"))
             most, total, sums = fold(most, total, sums, scores, left, v_tile)
@@ -227,11 +241,16 @@ def sum_scores(
         seen = (slot < S) & (slot <= own)
         if reach is not None:
             seen &= position > own - reach
-        lses = tl.load(lse + (head * num_splits + split) * (J * T) + r, mask=split < num_splits, other=float("-inf"))
+        lses = tl.load(
+            lse + (head * num_splits + split) * (J * T) + r,
+            mask=split < num_splits,
+            other=float("-inf"),
+        )
         most = tl.max(lses, 0)
         scores = tl.load(raw + (head * (J * T) + r) * S + slot, mask=seen, other=float("-inf"))
         weights = tl.exp2(scores - most) / tl.sum(tl.exp2(lses - most), 0)
-        weights = tl.where(seen, weights, 0.0)  # a row that sees nothing has no maximum to take away
+        # A row that sees nothing has no maximum to take away.
+        weights = tl.where(seen, weights, 0.0)
         if counted is not None:
             weights *= tl.load(counted + head // K * T + r % T)
         sums += weights

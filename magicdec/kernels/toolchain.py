@@ -1,4 +1,5 @@
-"""The check for a C compiler and Python's headers: Triton compiles a C program before it first launches a kernel.
+"""The check for a C compiler and Python's headers: Triton compiles a C program before it first
+launches a kernel.
 
 Slim images have neither. Code that chooses Triton, or torch.compile on a GPU, checks this first.
 """
@@ -17,20 +18,39 @@ PROGRAM = "#include <dlfcn.h>\n#include <stdlib.h>\n#include <Python.h>\n"
 
 @cache
 def triton_obstacle() -> str | None:
-    """Return why Triton cannot launch kernels here, as the words that follow its name; None if it can."""
+    """Return why Triton cannot launch kernels here, as the words that follow its name; None if it
+    can.
+    """
     if find_spec("triton") is None:
         return "is not installed; install it: pip install -e '.[triton]'"
     command = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     if command is None:
-        return f"{NEEDS_C}, and neither gcc nor clang is installed (apt install gcc python3-dev; CC names another)"
-    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # as Triton, for Debian's Python
+        return (
+            f"{NEEDS_C}, and neither gcc nor clang is installed (apt install gcc python3-dev; CC"
+            " names another)"
+        )
+    # As Triton, for Debian's Python.
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
     include = sysconfig.get_path("include", scheme)
     with tempfile.TemporaryDirectory() as folder:
-        arguments = [command, "-x", "c", "-", "-shared", "-fPIC", f"-I{include}", "-o", f"{folder}/program.so"]
+        arguments = [
+            command,
+            "-x",
+            "c",
+            "-",
+            "-shared",
+            "-fPIC",
+            f"-I{include}",
+            "-o",
+            f"{folder}/program.so",
+        ]
         try:
             subprocess.run(arguments, input=PROGRAM, capture_output=True, text=True, check=True)
         except subprocess.CalledProcessError as error:
-            reason = next((line for line in error.stderr.splitlines() if "error" in line), f"code {error.returncode}")
+            reason = next(
+                (line for line in error.stderr.splitlines() if "error" in line),
+                f"code {error.returncode}",
+            )
         except OSError as error:
             reason = error.strerror
         else:

@@ -1,15 +1,18 @@
-"""Sampling on GPUs, in Triton: `probabilities` of sampling.py without sorting, and the numbers of `uniform_BT`.
+"""Sampling on GPUs, in Triton: `probabilities` of sampling.py without sorting, and the numbers of
+`uniform_BT`.
 
-B rows, T tokens, V vocabulary, N = B x T rows of logits, P parts of a row. A distribution takes three launches:
+B rows, T tokens, V vocabulary, N = B x T rows of logits, P parts of a row. A distribution takes
+three launches:
 
-1. `collect` reads a part of a row. It copies the logits that may stay to the beginning of the part, without a gap.
-2. `find_cut` searches a row's copied logits for the least one that top-k keeps, then for the least one that top-p
-   keeps. It finds two bits at a time, by comparing the logits with three thresholds. Few logits are copied as a rule,
-   and all of them at worst.
+1. `collect` reads a part of a row. It copies the logits that may stay to the beginning of the part,
+   without a gap.
+2. `find_cut` searches a row's copied logits for the least one that top-k keeps, then for the least
+   one that top-p keeps. It finds two bits at a time, by comparing the logits with three thresholds.
+   Few logits are copied as a rule, and all of them at worst.
 3. `write` computes the probabilities of a part.
 
-The number of parts depends on the vocabulary alone, so that a row's sums do not depend on the batch.
-A program of `draw_numbers` takes a block of the B x T numbers.
+The number of parts depends on the vocabulary alone, so that a row's sums do not depend on the
+batch. A program of `draw_numbers` takes a block of the B x T numbers.
 """
 
 import torch
@@ -21,15 +24,21 @@ PARTS = 8  # of a row, a program each
 BLOCK = 1024  # tokens of a part at a time
 TILE = 2048  # copied logits of a row at a time
 NUMBERS = 128  # random numbers of a program
-SIGNIFICANT = {torch.bfloat16: 16, torch.float16: 20}  # first bits of fp32 in which logits may differ; others: 32
+# First bits of fp32 in which logits may differ; others: 32.
+SIGNIFICANT = {torch.bfloat16: 16, torch.float16: 20}
 LEAST = tl.constexpr(-(1 << 31))
 SLACK = tl.constexpr(2.0**-16)  # of a row's mass: more than sums are rounded by
 
 
 def truncated(
-    logits: Tensor, temperature: float | Tensor, top_k: int | Tensor | None, top_p: float | Tensor | None
+    logits: Tensor,
+    temperature: float | Tensor,
+    top_k: int | Tensor | None,
+    top_p: float | Tensor | None,
 ) -> Tensor:
-    """See sampling.probabilities. Settings are numbers, or tensors (B, 1, 1) for logits (B, T, V)."""
+    """See sampling.probabilities. Settings are numbers, or tensors (B, 1, 1) for logits (B, T,
+    V).
+    """
     rows_NV = logits.reshape(-1, logits.shape[-1]).contiguous()
     out_NV = torch.empty_like(rows_NV, dtype=torch.float32)
     N, V = rows_NV.shape
@@ -39,7 +48,11 @@ def truncated(
     def per_row(setting: float | Tensor | None, dtype: torch.dtype) -> Tensor | None:
         if isinstance(setting, Tensor):
             return setting.expand(*logits.shape[:-1], 1).reshape(N)
-        return None if setting is None else torch.full((N,), setting, dtype=dtype, device=logits.device)
+        return (
+            None
+            if setting is None
+            else torch.full((N,), setting, dtype=dtype, device=logits.device)
+        )
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=logits.device)
@@ -48,7 +61,8 @@ def truncated(
     settings = temperature_N, per_row(top_k, torch.int64), per_row(top_p, torch.float32)
     found = empty(N, parts), empty(N, parts), empty(N, parts, dtype=torch.int32)
     cut = empty(N, 4), empty(N, dtype=torch.int32)
-    in_parts = {"num_warps": max(1, BLOCK // 256), "enable_fp_fusion": False}  # the same weight in every kernel
+    # The same weight in every kernel.
+    in_parts = {"num_warps": max(1, BLOCK // 256), "enable_fp_fusion": False}
     collect[(N, parts)](rows_NV, *settings, out_NV, *found, V, length, BLOCK=BLOCK, **in_parts)
     find_cut[(N,)](
         rows_NV, *settings, out_NV, *found, *cut, V, length,
@@ -101,7 +115,9 @@ def kept_by_count(top_k, row, V):
 
 @triton.jit
 def kth_largest(x, k):
-    """Return a number that at least k of x reach: the k-th largest, cut to 16 bits; -inf if x are fewer than k."""
+    """Return a number that at least k of x reach: the k-th largest, cut to 16 bits; -inf if x are
+    fewer than k.
+    """
     threshold = tl.full((), LEAST, tl.int32)
     for bit in tl.static_range(16):
         higher = threshold + (tl.full((), 1, tl.int32) << (31 - bit))
@@ -114,11 +130,13 @@ def collect(
     logits, temperature, top_k, top_p, out, peaks, masses, counts, V, length,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Copy the logits of a part that may stay. Write how many these are, and the part's largest logit. Write the part's
-    mass where top-k keeps everything.
+    """Copy the logits of a part that may stay. Write how many these are, and the part's largest
+    logit. Write the part's mass where top-k keeps everything.
 
-    - Top-k: each of BLOCK groups of tokens has a largest logit. At least k tokens reach the k-th largest of these.
-    - Top-p: V tokens of less than (1 - top_p) / V of the part's mass do not weigh enough to be needed.
+    - Top-k: each of BLOCK groups of tokens has a largest logit. At least k tokens reach the k-th
+      largest of these.
+    - Top-p: V tokens of less than (1 - top_p) / V of the part's mass do not weigh enough to be
+      needed.
     """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     logits += row * V
@@ -147,7 +165,8 @@ def collect(
         if top_p is not None:
             spare = (1.0 - tl.load(top_p + row) - SLACK) * mass
             if spare > 0:
-                floor = most + tl.div_rn(tl.log2(spare / V) - 1.0, scale)  # half of it, as this is rounded
+                # Half of it, as this is rounded.
+                floor = most + tl.div_rn(tl.log2(spare / V) - 1.0, scale)
     else:
         tl.store(masses + place, 0.0)
 
@@ -162,9 +181,13 @@ def collect(
 
 @triton.jit
 def copied(out, counts_P, start, length, PARTS: tl.constexpr, WIDTH: tl.constexpr):
-    """Return some of the copied logits of each part, (PARTS, WIDTH); -inf where there are no more."""
+    """Return some of the copied logits of each part, (PARTS, WIDTH); -inf where there are no
+    more.
+    """
     slot = start + tl.arange(0, WIDTH)[None, :]
-    return tl.load(out + tl.arange(0, PARTS)[:, None] * length + slot, slot < counts_P[:, None], float("-inf"))
+    return tl.load(
+        out + tl.arange(0, PARTS)[:, None] * length + slot, slot < counts_P[:, None], float("-inf")
+    )
 
 
 @triton.jit
@@ -172,11 +195,17 @@ def last_threshold(
     out, counts_P, length, most, scale, wanted,
     WEIGHED: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """Return the last threshold, as in `number`, that at least `wanted` of the row reaches: by weights, or tokens."""
+    """Return the last threshold, as in `number`, that at least `wanted` of the row reaches: by
+    weights, or tokens.
+    """
     threshold = tl.full((), LEAST, tl.int32)
     for digit in range(BITS // 2):
         step = tl.full((), 1, tl.int32) << (30 - 2 * digit)
-        first, second, third = number(threshold + step), number(threshold + 2 * step), number(threshold + 3 * step)
+        first, second, third = (
+            number(threshold + step),
+            number(threshold + 2 * step),
+            number(threshold + 3 * step),
+        )
         low = tl.zeros((PARTS, WIDTH), tl.float32)
         middle = tl.zeros((PARTS, WIDTH), tl.float32)
         high = tl.zeros((PARTS, WIDTH), tl.float32)
@@ -244,10 +273,14 @@ def find_cut(
     beyond, last = lowest, V
     if top_p is not None:
         part = tl.load(top_p + row)
-        wanted = tl.where(part < 1.0, part * mass, float("inf"))  # 1 keeps everything, however sums are rounded
+        # 1 keeps everything, however sums are rounded.
+        wanted = tl.where(part < 1.0, part * mass, float("inf"))
         floor = last_threshold(out, counts_P, length, most, scale, wanted, True, PARTS, WIDTH, BITS)
         floor = tl.maximum(least, floor)
-        lowest, beyond = least_of(floor), tl.where(floor == LEAST, float("-inf"), number(floor + UNIT))
+        lowest, beyond = (
+            least_of(floor),
+            tl.where(floor == LEAST, float("-inf"), number(floor + UNIT)),
+        )
         totals = tl.zeros((PARTS, WIDTH), tl.float32)
         ties = tl.zeros((PARTS, WIDTH), tl.int32)
         for start in range(0, tl.max(counts_P, 0), WIDTH):
@@ -255,7 +288,8 @@ def find_cut(
             totals += tl.where(x >= beyond, weight(x, most, scale), 0.0)
             ties += ties_of(x, lowest, beyond)
         num_ties = tl.sum(ties)
-        tie = weight(number(floor + ((floor >> 31) & (UNIT - 1))), most, scale)  # of a logit, whose last bits are 0
+        # Of a logit, whose last bits are 0.
+        tie = weight(number(floor + ((floor >> 31) & (UNIT - 1))), most, scale)
         if wanted < float("inf"):
             mass = tl.sum(totals)
         if (wanted < float("inf")) & (tie > 0):
@@ -290,11 +324,21 @@ def write(logits, temperature, cut, last_token, out, V, length, BLOCK: tl.conste
 
 
 def uniform(key: int | Tensor, positions_BT: Tensor, use: int) -> Tensor:
-    """See sampling.uniform_BT, whose numbers these are, bit for bit. `key` is that of the first row, or (B, 1)."""
+    """See sampling.uniform_BT, whose numbers these are, bit for bit. `key` is that of the first
+    row, or (B, 1).
+    """
     B, T = positions_BT.shape
     out_BT = torch.empty((B, T), dtype=torch.float64, device=positions_BT.device)
     draw_numbers[(triton.cdiv(B * T, NUMBERS),)](
-        key, positions_BT, out_BT, B * T, T, *positions_BT.stride(), use, FOLLOWS=isinstance(key, int), BLOCK=NUMBERS
+        key,
+        positions_BT,
+        out_BT,
+        B * T,
+        T,
+        *positions_BT.stride(),
+        use,
+        FOLLOWS=isinstance(key, int),
+        BLOCK=NUMBERS,
     )
     return out_BT
 
@@ -308,7 +352,9 @@ def mix(x):
 
 
 @triton.jit(do_not_specialize=["key", "use"])
-def draw_numbers(key, positions, out, N, T, row, column, use, FOLLOWS: tl.constexpr, BLOCK: tl.constexpr):
+def draw_numbers(
+    key, positions, out, N, T, row, column, use, FOLLOWS: tl.constexpr, BLOCK: tl.constexpr
+):
     """Write BLOCK numbers."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     b, t = i // T, i % T

@@ -18,8 +18,12 @@ READ_ON = {"cpu": 1 << 28, "cuda": 1 << 31}
 SMALL_MATMUL = 1024
 
 
-def matmul_rate(device: torch.device, dtype: torch.dtype, size: int | None = None, repeats: int = REPEATS) -> float:
-    """Return the FLOPs per second of a square matmul of random numbers: equal ones would save a GPU power."""
+def matmul_rate(
+    device: torch.device, dtype: torch.dtype, size: int | None = None, repeats: int = REPEATS
+) -> float:
+    """Return the FLOPs per second of a square matmul of random numbers: equal ones would save a GPU
+    power.
+    """
     if size is None:
         size = MATMUL_ON[device.type]
         size = size if 3 * size**2 * dtype.itemsize <= _room(device) else SMALL_MATMUL
@@ -29,13 +33,17 @@ def matmul_rate(device: torch.device, dtype: torch.dtype, size: int | None = Non
 
 
 def read_bandwidth(device: torch.device) -> float:
-    """Return the bytes per second at which the device reads memory, as a sum over a large tensor does."""
+    """Return the bytes per second at which the device reads memory, as a sum over a large tensor
+    does.
+    """
     data = torch.ones(min(READ_ON[device.type], _room(device)) // 4, device=device)
     return data.nbytes / fastest_s(data.sum, device)
 
 
 def all_reduce_rate(rank: int, num_bytes: int) -> float:
-    """Return the bytes per second that an all-reduce sends from each rank. Raise RuntimeError if the sum is wrong."""
+    """Return the bytes per second that an all-reduce sends from each rank. Raise RuntimeError if
+    the sum is wrong.
+    """
     ranks, device = dist.get_world_size(), _device(rank)
     best = float("inf")
     for _ in range(REPEATS):
@@ -49,9 +57,11 @@ def all_reduce_rate(rank: int, num_bytes: int) -> float:
 
 
 def captured_sum_s(rank: int, all_reduce: str, num_values: int) -> float:
-    """Return the seconds of a sum over the ranks as a decode step makes it, replayed as a CUDA graph on GPUs.
+    """Return the seconds of a sum over the ranks as a decode step makes it, replayed as a CUDA
+    graph on GPUs.
 
-    `all_reduce` is hardware.all_reduce. Raise RuntimeError if a sum is wrong, UserError if there is none of this kind.
+    `all_reduce` is hardware.all_reduce. Raise RuntimeError if a sum is wrong, UserError if there is
+    none of this kind.
     """
     device = _device(rank)
     part = share(dist.get_world_size(), all_reduce, device)

@@ -1,8 +1,8 @@
 """Predict what a run allocates beyond its weights, by running it on tensors without storage.
 
-One chunk of every loop and one round of every kind run on PyTorch's meta device, and every allocation is counted:
-caches of any policy, activations, masks, logits, scores. Shapes are static, so that a short prompt in a cache of full
-capacity allocates what the last chunk of a long one does.
+One chunk of every loop and one round of every kind run on PyTorch's meta device, and every
+allocation is counted: caches of any policy, activations, masks, logits, scores. Shapes are static,
+so that a short prompt in a cache of full capacity allocates what the last chunk of a long one does.
 """
 
 import weakref
@@ -32,7 +32,9 @@ MOST_ROWS = 4096  # of a batch that runs: the memory of a larger one is extrapol
 
 
 class Footprint(NamedTuple):
-    """Bytes of a batch, without the weights: the most that is held at any time, and the most that a round adds."""
+    """Bytes of a batch, without the weights: the most that is held at any time, and the most that a
+    round adds.
+    """
 
     peak: int
     of_rounds: int
@@ -43,16 +45,26 @@ class Footprint(NamedTuple):
 
 
 @torch.inference_mode()
-def footprint(engine: NativeEngine, num_rows: int, context_len: int, audited: bool, prefills: bool = True) -> Footprint:
-    """Return the memory of a batch, with the audit if `audited`; without `prefills`, of its rounds alone.
+def footprint(
+    engine: NativeEngine, num_rows: int, context_len: int, audited: bool, prefills: bool = True
+) -> Footprint:
+    """Return the memory of a batch, with the audit if `audited`; without `prefills`, of its rounds
+    alone.
 
-    The engine's weights must be on the meta device. It cannot be used afterwards: its models keep only their first
-    layers.
+    The engine's weights must be on the meta device. It cannot be used afterwards: its models keep
+    only their first layers.
     """
     if num_rows > MOST_ROWS:
-        return footprint(engine, MOST_ROWS, context_len, audited, prefills).scaled(num_rows / MOST_ROWS)
+        return footprint(engine, MOST_ROWS, context_len, audited, prefills).scaled(
+            num_rows / MOST_ROWS
+        )
     models = [engine.target, engine.draft_model] if engine.draft_model else [engine.target]
-    weights = [tensor for model in models for parameter in model.parameters() for tensor in stored(parameter)]
+    weights = [
+        tensor
+        for model in models
+        for parameter in model.parameters()
+        for tensor in stored(parameter)
+    ]
     for model in models:
         model.layers = model.layers[:LAYERS]
     prompt = [0] * min(context_len, max(engine.prefill_chunk, MAX_CHUNK))
@@ -94,8 +106,8 @@ def stored(parameter: Tensor) -> list[Tensor]:
 
 
 def largest_batch(total: Callable[[int], float], num_rows: int, available: float) -> int:
-    """Return the most rows, fewer than `num_rows`, whose `total` bytes are `available`. Bytes are nearly linear in
-    rows.
+    """Return the most rows, fewer than `num_rows`, whose `total` bytes are `available`. Bytes are
+    nearly linear in rows.
     """
     one, many = total(1), total(num_rows)
     if one > available:
@@ -110,12 +122,16 @@ def largest_batch(total: Callable[[int], float], num_rows: int, available: float
 
 
 class Allocations(TorchDispatchMode):
-    """A counter of the storage of tensors made within on the meta device: `live` bytes now, `peak` so far."""
+    """A counter of the storage of tensors made within on the meta device: `live` bytes now, `peak`
+    so far.
+    """
 
     def __init__(self, ignored: Iterable[Tensor] = ()):
         super().__init__()
         self.live = self.peak = self.most_of_rounds = 0
-        self._known: dict[int, object] = {tensor.untyped_storage()._cdata: tensor for tensor in ignored}
+        self._known: dict[int, object] = {
+            tensor.untyped_storage()._cdata: tensor for tensor in ignored
+        }
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -138,7 +154,9 @@ class Allocations(TorchDispatchMode):
         if storage._cdata not in self._known:
             self.live += storage.nbytes()
             self.peak = max(self.peak, self.live)
-            self._known[storage._cdata] = weakref.finalize(storage, self._forget, storage._cdata, storage.nbytes())
+            self._known[storage._cdata] = weakref.finalize(
+                storage, self._forget, storage._cdata, storage.nbytes()
+            )
 
     def _forget(self, key: int, num_bytes: int) -> None:
         del self._known[key]
@@ -156,10 +174,18 @@ class _FusedAttention(TorchFunctionMode):
 
 
 class UniformAttention(SdpaAttention):
-    """A stand-in for any backend on a CPU, where lengths are read: rows of one length share the mask of a chunk."""
+    """A stand-in for any backend on a CPU, where lengths are read: rows of one length share the
+    mask of a chunk.
+    """
 
     @override
     def plan(
-        self, seqlens_B: Tensor, shape: Shape, window: int | None, positions_BKS: Tensor | None = None
+        self,
+        seqlens_B: Tensor,
+        shape: Shape,
+        window: int | None,
+        positions_BKS: Tensor | None = None,
     ) -> SdpaPlan:
-        return super().plan(seqlens_B if positions_BKS is not None else seqlens_B[:1], shape, window, positions_BKS)
+        return super().plan(
+            seqlens_B if positions_BKS is not None else seqlens_B[:1], shape, window, positions_BKS
+        )

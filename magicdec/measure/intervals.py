@@ -1,9 +1,10 @@
 """95% intervals of a run's figures that hold with few rows and few repeats.
 
-N rows, K repeats. The error of a figure has up to two parts: the choice of rows, which is estimated by a jackknife, and
-the noise of repeats, which all rows of a repeat share. The interval is Student's t with the degrees of freedom of both
-parts (Welch and Satterthwaite), on a scale on which errors are about symmetric: the logit of a share, the log of a
-speedup. docs/results/intervals.md shows how often the intervals of this and of other methods cover the truth.
+N rows, K repeats. The error of a figure has up to two parts: the choice of rows, which is estimated
+by a jackknife, and the noise of repeats, which all rows of a repeat share. The interval is
+Student's t with the degrees of freedom of both parts (Welch and Satterthwaite), on a scale on which
+errors are about symmetric: the logit of a share, the log of a speedup. docs/results/intervals.md
+shows how often the intervals of this and of other methods cover the truth.
 """
 
 from collections import Counter
@@ -36,7 +37,8 @@ class Estimate(NamedTuple):
     """A figure on its scale, and what its error is estimated from."""
 
     value: float
-    rows_N: Floats = NONE  # by how much the figure changes without each row; none if the rows are given
+    # By how much the figure changes without each row; none if the rows are given.
+    rows_N: Floats = NONE
     repeats_K: Floats = NONE  # the figure of each repeat; none if it does not depend on time
 
     @property
@@ -44,7 +46,9 @@ class Estimate(NamedTuple):
         """Return the sources of the error."""
         rows, repeats = len(self.rows_N), len(self.repeats_K)
         of_rows = [Part((rows - 1) * float(np.var(self.rows_N)), rows - 1)] if rows else []
-        return of_rows + ([Part(float(np.var(self.repeats_K)) / (repeats - 1), repeats - 1)] if repeats else [])
+        return of_rows + (
+            [Part(float(np.var(self.repeats_K)) / (repeats - 1), repeats - 1)] if repeats else []
+        )
 
     @property
     def ends(self) -> tuple[float, float]:
@@ -64,8 +68,8 @@ def half_width(parts: Sequence[Part]) -> float:
 
 @cache
 def t_quantile(freedom: float) -> float:
-    """Return the value that the size of Student's t exceeds with probability 1 - LEVEL. With t = sqrt(freedom) tan(a),
-    the density of a is proportional to cos(a)^(freedom - 1).
+    """Return the value that the size of Student's t exceeds with probability 1 - LEVEL. With t =
+    sqrt(freedom) tan(a), the density of a is proportional to cos(a)^(freedom - 1).
     """
     angles = np.linspace(0, pi / 2, 20_001)
     density = np.cos(angles) ** (freedom - 1)
@@ -74,8 +78,13 @@ def t_quantile(freedom: float) -> float:
 
 
 def acceptance_intervals(rows: Sequence[Rounds]) -> dict[str, list[float]]:
-    """Return the intervals of the acceptance rate, the acceptance length and alpha; {} where there are none."""
-    counts = [[sum(n * x for (_, x), n in row.items()), sum(n * x for (x, _), n in row.items())] for row in rows]
+    """Return the intervals of the acceptance rate, the acceptance length and alpha; {} where there
+    are none.
+    """
+    counts = [
+        [sum(n * x for (_, x), n in row.items()), sum(n * x for (x, _), n in row.items())]
+        for row in rows
+    ]
     rounds = np.array([sum(row.values()) for row in rows], dtype=np.float64)
     accepted, proposed = np.array(counts, dtype=np.float64).reshape(-1, 2).T
     rate = share(accepted, proposed)
@@ -96,10 +105,12 @@ def acceptance_intervals(rows: Sequence[Rounds]) -> dict[str, list[float]]:
 
 
 def share(accepted_N: ArrayLike, possible_N: ArrayLike) -> Estimate | None:
-    """Return the logit of accepted / possible tokens over all rows. Return None for too few rows that have possible
-    tokens, and where all or none are accepted.
+    """Return the logit of accepted / possible tokens over all rows. Return None for too few rows
+    that have possible tokens, and where all or none are accepted.
     """
-    accepted, possible = (np.asarray(values, dtype=np.float64) for values in (accepted_N, possible_N))
+    accepted, possible = (
+        np.asarray(values, dtype=np.float64) for values in (accepted_N, possible_N)
+    )
     accepted, possible = accepted[possible > 0], possible[possible > 0]
     total = possible.sum()
     if len(possible) < MIN_ROWS or not 0 < accepted.sum() < total:
@@ -117,15 +128,20 @@ def from_logit(value: float) -> float:
 def speedup_intervals(
     plain_KN: ArrayLike, fast_KN: ArrayLike, plain_K: ArrayLike, fast_K: ArrayLike
 ) -> dict[str, list[float]]:
-    """Return the intervals of both speedups, from each row's time per token and from the times to decode the batches;
-    {} where there are none.
+    """Return the intervals of both speedups, from each row's time per token and from the times to
+    decode the batches; {} where there are none.
     """
-    found = {"speedup_ci95": speedup(plain_KN, fast_KN), "speedup_wall_ci95": speedup_wall(plain_K, fast_K)}
+    found = {
+        "speedup_ci95": speedup(plain_KN, fast_KN),
+        "speedup_wall_ci95": speedup_wall(plain_K, fast_K),
+    }
     return {name: [exp(end) for end in one.ends] for name, one in found.items() if one}
 
 
 def speedup(plain_KN: ArrayLike, fast_KN: ArrayLike) -> Estimate | None:
-    """Return the log of the ratio of the rows' mean times per token; None for too few rows or repeats."""
+    """Return the log of the ratio of the rows' mean times per token; None for too few rows or
+    repeats.
+    """
     plain, fast = (np.asarray(times, dtype=np.float64) for times in (plain_KN, fast_KN))
     if plain.ndim != 2 or plain.shape[0] < MIN_REPEATS or plain.shape[1] < MIN_ROWS:
         return None
@@ -135,20 +151,24 @@ def speedup(plain_KN: ArrayLike, fast_KN: ArrayLike) -> Estimate | None:
 
 
 def speedup_wall(plain_K: ArrayLike, fast_K: ArrayLike) -> Estimate | None:
-    """Return the log of the ratio of the times that the same batches take; None for too few repeats or no times.
+    """Return the log of the ratio of the times that the same batches take; None for too few repeats
+    or no times.
 
-    A batch waits for its slowest row, and one batch does not tell how slow the slowest row of another is. The rows are
-    taken as given: the interval is about these batches.
+    A batch waits for its slowest row, and one batch does not tell how slow the slowest row of
+    another is. The rows are taken as given: the interval is about these batches.
     """
     plain, fast = (np.asarray(times, dtype=np.float64) for times in (plain_K, fast_K))
-    if len(plain) < MIN_REPEATS or not (plain.all() and fast.all()):  # every row ended at its first token
+    # Every row ended at its first token.
+    if len(plain) < MIN_REPEATS or not (plain.all() and fast.all()):
         return None
     repeats_K = np.log(plain / fast)
     return Estimate(float(repeats_K.mean()), repeats_K=repeats_K)
 
 
 def log_ratio(above_N: ArrayLike, below_N: ArrayLike) -> Estimate | None:
-    """Return the log of the ratio of two sums over rows; None for too few rows with anything below."""
+    """Return the log of the ratio of two sums over rows; None for too few rows with anything
+    below.
+    """
     above, below = (np.asarray(values, dtype=np.float64) for values in (above_N, below_N))
     above, below = above[below > 0], below[below > 0]
     if len(below) < MIN_ROWS:
@@ -166,7 +186,10 @@ class Difference(NamedTuple):
 
     def half_width(self, more: int = 0) -> float:
         """Return half the width of its interval, as expected after so many more repeats of both."""
-        longer = [Part(variance * (free + 1) / (free + 1 + more), free + more) for variance, free in self.repeats]
+        longer = [
+            Part(variance * (free + 1) / (free + 1 + more), free + more)
+            for variance, free in self.repeats
+        ]
         return half_width(self.rows + longer)
 
 
@@ -189,17 +212,22 @@ class Share(NamedTuple):
 
 
 def share_of_best(turns: Sequence[Mapping[int, float]], choice: int) -> Share:
-    """Return the share of the best speed that a choice reaches, from the speed of every choice in every turn.
+    """Return the share of the best speed that a choice reaches, from the speed of every choice in
+    every turn.
 
-    The largest of several noisy speeds is too large: against it even a perfect choice falls short (the winner's curse).
-    So the best of each turn is chosen by the other turns, and both are compared on the turn that had no say. That is
-    not too low, but too high where the other turns choose badly: the true share is expected between the two.
+    The largest of several noisy speeds is too large: against it even a perfect choice falls short
+    (the winner's curse). So the best of each turn is chosen by the other turns, and both are
+    compared on the turn that had no say. That is not too low, but too high where the other turns
+    choose badly: the true share is expected between the two.
     """
     medians = {one: median(turn[one] for turn in turns) for one in turns[0]}
     of_best = medians[choice] / max(medians.values())
     if len(turns) == 1:
         return Share(of_best, None)
-    logs = [log(turn[choice] / turn[_best([*turns[:at], *turns[at + 1 :]])]) for at, turn in enumerate(turns)]
+    logs = [
+        log(turn[choice] / turn[_best([*turns[:at], *turns[at + 1 :]])])
+        for at, turn in enumerate(turns)
+    ]
     apart = Estimate(fmean(logs), repeats_K=np.array(logs))
     ends = [exp(end) for end in apart.ends] if len(turns) >= MIN_REPEATS else None
     return Share(of_best, exp(apart.value), ends)

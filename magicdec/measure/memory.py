@@ -43,21 +43,26 @@ def total_bytes(device: torch.device) -> int:
 
 
 def reserved_bytes(device: torch.device) -> int:
-    """Return what to leave free on a GPU for memory that PyTorch does not count: kernels, graphs, NCCL's buffers."""
+    """Return what to leave free on a GPU for memory that PyTorch does not count: kernels, graphs,
+    NCCL's buffers.
+    """
     if device.type != "cuda":
         return 0
     return (1 << 29) + torch.cuda.mem_get_info(device)[1] // 50
 
 
 def workspace_bytes(device: torch.device) -> int:
-    """Return what PyTorch allocates for cuBLAS: a workspace for the stream that runs and one for graph capture."""
+    """Return what PyTorch allocates for cuBLAS: a workspace for the stream that runs and one for
+    graph capture.
+    """
     if device.type != "cuda":
         return 0
     return 2 * (32 << 20 if torch.cuda.get_device_capability(device)[0] == 9 else 8320 << 10)
 
 
 class Peak:
-    """The most memory taken since this object was created: on a GPU by tensors, on a CPU by the process.
+    """The most memory taken since this object was created: on a GPU by tensors, on a CPU by the
+    process.
 
     Pages of files do not count: they are the code of libraries, loaded at its first use.
     """
@@ -69,7 +74,8 @@ class Peak:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         else:
-            # In a multirun, this process may have done a larger run before, whose memory glibc may keep.
+            # In a multirun, this process may have done a larger run before, whose memory glibc may
+            # keep.
             with suppress(AttributeError, OSError, TypeError):  # another C library
                 ctypes.CDLL(None).malloc_trim(0)
             with suppress(OSError):  # no Linux, or a container that forbids it
@@ -89,13 +95,17 @@ def _peak_resident_bytes() -> int:
     """Return the peak of this process since it started, or since the last reset; 0 on Windows."""
     if resource is None:
         return 0
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
 
 
 def proc_bytes(file: str, field: str) -> int:
     """Return a field in bytes of a file in Linux's /proc; 0 on other systems."""
     try:
         with open(f"/proc/{file}") as lines:
-            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
+            return next(
+                int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:")
+            )
     except (OSError, StopIteration):
         return 0

@@ -1,4 +1,5 @@
-"""Compute the metrics of a run from a generation's counters and times (names as in result.json and W&B).
+"""Compute the metrics of a run from a generation's counters and times (names as in result.json and
+W&B).
 
 B rows, R rounds, G = gamma.
 """
@@ -34,11 +35,16 @@ Times = Mapping[str, Sequence[Sequence[RowTimes]]]  # of one repeat: by way, the
 
 
 def row_times(generation: Generation, prefill_seconds: float) -> list[RowTimes]:
-    """Return the times of each row, to its own last token. What speculation sets up delays the first token."""
+    """Return the times of each row, to its own last token. What speculation sets up delays the
+    first token.
+    """
     first = prefill_seconds + generation.setup_seconds
     ends_RB = np.array(generation.round_seconds)[:, None] * (generation.committed_RB.numpy() > 0)
     decode_B = ends_RB.max(axis=0, initial=0.0).tolist()  # 0: the only token came from the prefill
-    return [RowTimes(first, end, len(row) - 1) for end, row in zip(decode_B, generation.tokens, strict=True)]
+    return [
+        RowTimes(first, end, len(row) - 1)
+        for end, row in zip(decode_B, generation.tokens, strict=True)
+    ]
 
 
 def time_per_output_token_ms(rows: Sequence[RowTimes]) -> float:
@@ -50,9 +56,9 @@ def time_per_output_token_ms(rows: Sequence[RowTimes]) -> float:
 def speed_metrics(batches: Sequence[Sequence[RowTimes]]) -> dict[str, float]:
     """Return throughput and latencies over the batches of one pass, without a prefix.
 
-    tokens_per_second counts the tokens after each row's first over the decode time alone, which lasts until a batch's
-    last row is done; wall_s includes the prefill. If every row stopped at its first token, nothing was decoded, and the
-    metrics that need a decode time are NaN.
+    tokens_per_second counts the tokens after each row's first over the decode time alone, which
+    lasts until a batch's last row is done; wall_s includes the prefill. If every row stopped at its
+    first token, nothing was decoded, and the metrics that need a decode time are NaN.
     """
     rows = [row for batch in batches for row in batch]
     decode = sum(max(row.decode for row in batch) for batch in batches)
@@ -71,9 +77,11 @@ def acceptance_metrics(generations: Iterable[Generation]) -> Metrics:
 
 
 def acceptance(rounds: Rounds) -> Metrics:
-    """Return the acceptance metrics of rounds that `is_whole` admits; acceptance_rounds alone if there are none.
+    """Return the acceptance metrics of rounds that `is_whole` admits; acceptance_rounds alone if
+    there are none.
 
-    acceptance_rate/position_<i> is unconditional: how often proposal i was accepted, whether or not those before were.
+    acceptance_rate/position_<i> is unconditional: how often proposal i was accepted, whether or not
+    those before were.
     """
     num_rounds, by_gamma = rounds.total(), Counter[int]()
     proposed_at, accepted_at = Counter[int](), Counter[int]()  # by position
@@ -89,12 +97,16 @@ def acceptance(rounds: Rounds) -> Metrics:
         "acceptance_rate": accepted_at.total() / proposed_at.total(),
         "acceptance_length": length,
         "alpha": alpha_of_rounds(length, by_gamma),
-        **{f"acceptance_rate/position_{i}": accepted_at[i] / proposed_at[i] for i in range(max(by_gamma))},
+        **{
+            f"acceptance_rate/position_{i}": accepted_at[i] / proposed_at[i]
+            for i in range(max(by_gamma))
+        },
     }
 
 
 def interval_metrics(rounds: Sequence[Rounds], times: Sequence[Times]) -> Metrics:
-    """Return the 95% intervals of acceptance and of both speedups, under the names of the figures and `_ci95`.
+    """Return the 95% intervals of acceptance and of both speedups, under the names of the figures
+    and `_ci95`.
 
     `rounds` are those of each prompt.
     """
@@ -109,9 +121,9 @@ def interval_metrics(rounds: Sequence[Rounds], times: Sequence[Times]) -> Metric
 def is_whole(proposed: int, accepted: int, committed: int, at_limit: bool) -> bool:
     """Return whether a row's round counts for acceptance.
 
-    A round that the token limit cuts counts as it was verified: leaving it out would leave out the rounds that accept
-    most. A round that an end of sequence cuts does not count, because what follows that is not text. Neither does a
-    round without proposals.
+    A round that the token limit cuts counts as it was verified: leaving it out would leave out the
+    rounds that accept most. A round that an end of sequence cuts does not count, because what
+    follows that is not text. Neither does a round without proposals.
     """
     return proposed > 0 and (committed == accepted + 1 or at_limit)
 
@@ -135,7 +147,9 @@ def rounds_of_rows(generation: Generation) -> list[Rounds]:
 
 
 def rounds_of_prompts(repeats: Iterable[Iterable[Generation]]) -> list[Rounds]:
-    """Return the rounds of each prompt that count for acceptance; a repeat has a generation of every batch."""
+    """Return the rounds of each prompt that count for acceptance; a repeat has a generation of
+    every batch.
+    """
     rows = ([row for generation in one for row in rounds_of_rows(generation)] for one in repeats)
     return [sum(of_prompt, Rounds()) for of_prompt in zip(*rows, strict=True)]
 
@@ -149,11 +163,17 @@ def rounds_by_row(generation: Generation) -> list[list[tuple[int, int]]]:
 
 
 def by_category(categories: Sequence[str], measure: Callable[[list[int]], Metrics]) -> Metrics:
-    """Return `category/<name>/*`: what `measure` finds of each category's rows, given their places."""
+    """Return `category/<name>/*`: what `measure` finds of each category's rows, given their
+    places.
+    """
     groups: dict[str, list[int]] = {}
     for place, name in enumerate(categories):
         groups.setdefault(name, []).append(place)
-    return {f"category/{name}/{key}": value for name in sorted(groups) for key, value in measure(groups[name]).items()}
+    return {
+        f"category/{name}/{key}": value
+        for name in sorted(groups)
+        for key, value in measure(groups[name]).items()
+    }
 
 
 def category_acceptance(categories: Sequence[str], rounds: Sequence[Rounds]) -> Metrics:
@@ -177,7 +197,9 @@ def usual_gamma(generations: list[Generation]) -> int:
 
 
 def round_history(generation: Generation) -> list[dict[str, float | int]]:
-    """Return a row per round: rows still decoding, their mean accepted proposals, and the time the round took."""
+    """Return a row per round: rows still decoding, their mean accepted proposals, and the time the
+    round took.
+    """
     history, before = [], 0.0
     for index, end in enumerate(generation.round_seconds):
         accepted = generation.accepted_RB[index]
@@ -195,11 +217,13 @@ def agreement(
     speculative: Iterable[Generation],
     growth: float,
 ) -> Metrics:
-    """Return `agreement/*`: the factor by which a time is outside the range that the profile allows; 1.0 within it.
+    """Return `agreement/*`: the factor by which a time is outside the range that the profile
+    allows; 1.0 within it.
 
-    Decoding passes and profile time the same steps, so that a disturbed run is found without repeats. The profile is of
-    all rows at the end of the prompts. So only rounds that all rows take part in are compared, and only those of the
-    profiled gamma; over a pass, a step may get longer by up to `growth`, as its context does.
+    Decoding passes and profile time the same steps, so that a disturbed run is found without
+    repeats. The profile is of all rows at the end of the prompts. So only rounds that all rows take
+    part in are compared, and only those of the profiled gamma; over a pass, a step may get longer
+    by up to `growth`, as its context does.
     """
     found: Metrics = {}
     steps = {"target_decode": (autoregressive, 0), "round": (speculative, measured.get("gamma"))}
@@ -221,8 +245,8 @@ def _seconds_of_all_rows(generation: Generation, gamma: int | None) -> list[floa
 def mean_round_s(generation: Generation) -> float:
     """Return the mean seconds of a row's rounds, which its time per token consists of.
 
-    A round counts once for each row that took part: the rounds of the rows that are left in the end are short, and few
-    of all rows' rounds.
+    A round counts once for each row that took part: the rounds of the rows that are left in the end
+    are short, and few of all rows' rounds.
     """
     rounds = round_history(generation)
     return fmean((one["seconds"] for one in rounds), weights=[one["rows"] for one in rounds])

@@ -1,8 +1,9 @@
 """Time the parts of a round one by one: T_T, T_D, T_V, and what the round costs beyond their sum.
 
-Headline numbers come from a loop of their own, without synchronisation. These come from a short separate pass, in which
-the parts alternate, so that a machine that slows down slows all of them. Every row takes part in every step, also where
-its text has ended: the times are those of the whole batch.
+Headline numbers come from a loop of their own, without synchronisation. These come from a short
+separate pass, in which the parts alternate, so that a machine that slows down slows all of them.
+Every row takes part in every step, also where its text has ended: the times are those of the whole
+batch.
 """
 
 from collections.abc import Callable
@@ -24,13 +25,15 @@ PLAIN_REPEATS = 3
 
 @torch.inference_mode()
 def profile_round(batch: Batch, repeats: int, gamma: int = 0) -> dict[str, float]:
-    """Return median milliseconds at the end of the prompts (names as in result.json, without the prefix `time/`).
+    """Return median milliseconds at the end of the prompts (names as in result.json, without the
+    prefix `time/`).
 
-    `gamma` is by default the draft's own. draft_ms is one draft step (a proposal over gamma), verify_ms the target's
-    pass over gamma + 1 tokens with the acceptance. select_ms is one selection of entries by their attention, where the
-    policy makes one: a part of the draft step, the round or the draft's prefill that makes it (docs/strategies.md).
-    overhead_ms is what a whole round takes beyond gamma draft steps, a verification and its own selection. Where
-    rounds of several kinds take turns, a round is their mean.
+    `gamma` is by default the draft's own. draft_ms is one draft step (a proposal over gamma),
+    verify_ms the target's pass over gamma + 1 tokens with the acceptance. select_ms is one
+    selection of entries by their attention, where the policy makes one: a part of the draft step,
+    the round or the draft's prefill that makes it (docs/strategies.md). overhead_ms is what a whole
+    round takes beyond gamma draft steps, a verification and its own selection. Where rounds of
+    several kinds take turns, a round is their mean.
     """
     batch.restart()
     decoder, draft = batch.decoder, batch.draft
@@ -45,33 +48,51 @@ def profile_round(batch: Batch, repeats: int, gamma: int = 0) -> dict[str, float
         decoder.verify(proposal, decoder.cache, draft.taps)
         decoder.cache.commit(gamma + 1, none_B)
         draft.commit(none_B, gamma)
-        parts["propose_ms"] = (lambda: draft.propose(decoder.state, gamma), lambda: draft.commit(none_B, gamma))
+        parts["propose_ms"] = (
+            lambda: draft.propose(decoder.state, gamma),
+            lambda: draft.commit(none_B, gamma),
+        )
 
         def verify(phase: int) -> None:
-            decoder.accept(proposal, decoder.verify(proposal, draft.watch(decoder.cache, phase), draft.taps))
+            decoder.accept(
+                proposal, decoder.verify(proposal, draft.watch(decoder.cache, phase), draft.taps)
+            )
 
         for phase in range(draft.phases):
-            parts[f"verify_{phase}"] = partial(verify, phase), lambda: decoder.cache.commit(gamma + 1, none_B)
+            parts[f"verify_{phase}"] = (
+                partial(verify, phase),
+                lambda: decoder.cache.commit(gamma + 1, none_B),
+            )
         selection = draft.selection(decoder.state)
         if selection is not None and selection.at != "prefill":
             parts["select_ms"] = (selection.run, lambda: None)
-    times = _alternate(decoder, parts, repeats, partial(draft.prepare, decoder.state, gamma) if draft else nothing)
+    times = _alternate(
+        decoder, parts, repeats, partial(draft.prepare, decoder.state, gamma) if draft else nothing
+    )
     if draft is None:
         decoder.state.check_finite("in the profile")
         return times
     if selection is not None and selection.at == "prefill":
         # Once per sequence, without a graph: it may be thousands of passes.
-        times["select_ms"] = 1e3 * median(seconds_of(selection.run, decoder.device, min(PLAIN_REPEATS, repeats)))
+        times["select_ms"] = 1e3 * median(
+            seconds_of(selection.run, decoder.device, min(PLAIN_REPEATS, repeats))
+        )
     times["verify_ms"] = fmean(times.pop(f"verify_{phase}") for phase in range(draft.phases))
     times["round_ms"] = _rounds_ms(batch, repeats, gamma)
     propose = times.pop("propose_ms")
-    selecting = times["select_ms"] / draft.phases if selection is not None and selection.at == "round" else 0.0
+    selecting = (
+        times["select_ms"] / draft.phases
+        if selection is not None and selection.at == "round"
+        else 0.0
+    )
     overhead = times["round_ms"] - propose - times["verify_ms"] - selecting
     decoder.state.check_finite("in the profile")
     return times | {"draft_ms": propose / gamma, "overhead_ms": overhead}
 
 
-def _alternate(decoder: Decoder, parts: dict, repeats: int, prepare: Callable[[], None]) -> dict[str, float]:
+def _alternate(
+    decoder: Decoder, parts: dict, repeats: int, prepare: Callable[[], None]
+) -> dict[str, float]:
     steps = {
         name: Step(run, decoder.captures, undo, prepare if name == "propose_ms" else nothing)
         for name, (run, undo) in parts.items()
@@ -85,9 +106,13 @@ def _alternate(decoder: Decoder, parts: dict, repeats: int, prepare: Callable[[]
 
 
 def _rounds_ms(batch: Batch, repeats: int, gamma: int) -> float:
-    """Time whole rounds of all rows, run as generation runs them: the mean over the kinds that take turns."""
+    """Time whole rounds of all rows, run as generation runs them: the mean over the kinds that take
+    turns.
+    """
     assert batch.draft is not None
     cycle = batch.decoder.cycle(batch.draft, gamma)
     batch.restart()
-    turns = [cycle.timed(batch.decoder.state) for _ in range(WARMUP + ceil(repeats / batch.draft.phases))]
+    turns = [
+        cycle.timed(batch.decoder.state) for _ in range(WARMUP + ceil(repeats / batch.draft.phases))
+    ]
     return 1e3 * fmean(map(median, zip(*turns[WARMUP:], strict=True)))

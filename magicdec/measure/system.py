@@ -1,7 +1,7 @@
 """Describe the machine, sample its load during a run, and detect what has slowed a GPU down.
 
-Reads processors and memory from Linux's /proc, and GPUs through NVML (the extra `monitor`). Leaves out what is unknown.
-A run shorter than a period has no samples.
+Reads processors and memory from Linux's /proc, and GPUs through NVML (the extra `monitor`). Leaves
+out what is unknown. A run shorter than a period has no samples.
 """
 
 import logging
@@ -31,7 +31,9 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def sampled(period_s: float = PERIOD_S) -> Iterator[list[Row]]:
-    """Yield the list of samples, which grows while the block runs; `system/seconds` counts from its beginning."""
+    """Yield the list of samples, which grows while the block runs; `system/seconds` counts from its
+    beginning.
+    """
     rows: list[Row] = []
     over, start = threading.Event(), time.perf_counter()
     sources = [_processors(), _memory, *_gpus()]
@@ -64,7 +66,8 @@ def driver_version() -> str:
 class Interference:
     """The other work of a machine, from the creation of this object on: what a repeat is judged by.
 
-    It is judged without a look at the repeat's own times: leaving out what was slow would make the rest look better.
+    It is judged without a look at the repeat's own times: leaving out what was slow would make the
+    rest look better.
     """
 
     def __init__(self, device: torch.device):
@@ -90,7 +93,9 @@ def _own_ticks() -> float:
 
 
 def _processors() -> Callable[[], Row]:
-    """Return a source of `system/cpu`: the share of all processors' time that was not idle, since the last sample."""
+    """Return a source of `system/cpu`: the share of all processors' time that was not idle, since
+    the last sample.
+    """
     before = _processor_times()
 
     def busy() -> Row:
@@ -104,7 +109,9 @@ def _processors() -> Callable[[], Row]:
 
 
 def _processor_times() -> tuple[int, int]:
-    """Return the time passed and the part that was idle or waiting for a disk, in ticks; zeros without /proc."""
+    """Return the time passed and the part that was idle or waiting for a disk, in ticks; zeros
+    without /proc.
+    """
     try:
         with open("/proc/stat") as lines:
             times = [int(part) for part in lines.readline().split()[1:9]]
@@ -125,7 +132,9 @@ def _gpus() -> list[Callable[[], Row]]:
         import pynvml
 
         pynvml.nvmlInit()
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        handles = [
+            pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())
+        ]
     except Exception:  # no library, no driver, no right to ask
         return []
     return [partial(_gpu, pynvml, index, handle) for index, handle in enumerate(handles)]
@@ -137,13 +146,15 @@ def _gpu(nvml: Any, index: int, handle: Any) -> Row:
         f"{prefix}.busy": nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100,
         f"{prefix}.memory_gib": nvml.nvmlDeviceGetMemoryInfo(handle).used / GIB,
         f"{prefix}.power_w": nvml.nvmlDeviceGetPowerUsage(handle) / 1000,
-        f"{prefix}.temperature_c": float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)),
+        f"{prefix}.temperature_c": float(
+            nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)
+        ),
     }
 
 
 class Watch:
-    """Observation of a GPU, from its creation on. The driver counts the time in which a GPU is slowed down: nothing is
-    polled.
+    """Observation of a GPU, from its creation on. The driver counts the time in which a GPU is
+    slowed down: nothing is polled.
     """
 
     def __init__(self, device: torch.device):
@@ -157,31 +168,36 @@ class Watch:
             self._before, self._shared = self._slowed_s(), self._others()
 
     def metrics(self) -> Row:
-        """Return `gpu/throttled/thermal` and `/power`, shares of the time, and `gpu/shared`, other processes on the
-        GPU.
+        """Return `gpu/throttled/thermal` and `/power`, shares of the time, and `gpu/shared`, other
+        processes on the GPU.
         """
         if self._nvml is None:
             return {}
         elapsed, after = time.perf_counter() - self._start, self._slowed_s()
-        shares: Row = {f"gpu/throttled/{why}": (after[why] - self._before[why]) / elapsed for why in self._before}
+        shares: Row = {
+            f"gpu/throttled/{why}": (after[why] - self._before[why]) / elapsed
+            for why in self._before
+        }
         return shares | {"gpu/shared": max(self._shared, self._others())}
 
     def _slowed_s(self) -> dict[str, float]:
-        """Return the seconds of slow-down since the driver was loaded, by reason, without reasons that this GPU does
-        not count.
+        """Return the seconds of slow-down since the driver was loaded, by reason, without reasons
+        that this GPU does not count.
         """
         found = {}
         for why, policy in SLOWED_BY.items():
             try:
-                status = self._nvml.nvmlDeviceGetViolationStatus(self._handle, getattr(self._nvml, policy))
+                status = self._nvml.nvmlDeviceGetViolationStatus(
+                    self._handle, getattr(self._nvml, policy)
+                )
                 found[why] = status.violationTime / 1e9
             except self._nvml.NVMLError as error:
                 log.info("slow-downs by %s are not known: %s", why, error)
         return found
 
     def _others(self) -> int:
-        """Return the number of other computing processes. A container may see this process under another number, or not
-        at all.
+        """Return the number of other computing processes. A container may see this process under
+        another number, or not at all.
         """
         try:
             return max(0, len(self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle)) - 1)
@@ -191,7 +207,9 @@ class Watch:
 
 
 def _nvml(device: torch.device) -> tuple[Any, Any] | None:
-    """Return NVML and its handle of a GPU, or None if it does not know the GPU (such as a MIG slice)."""
+    """Return NVML and its handle of a GPU, or None if it does not know the GPU (such as a MIG
+    slice).
+    """
     try:
         import pynvml
     except ImportError:
@@ -199,7 +217,9 @@ def _nvml(device: torch.device) -> tuple[Any, Any] | None:
         return None
     try:
         pynvml.nvmlInit()
-        return pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+        return pynvml, pynvml.nvmlDeviceGetHandleByUUID(
+            f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+        )
     except pynvml.NVMLError as error:
         log.info("whether the GPU throttles is not known: %s", error)
         return None

@@ -1,7 +1,9 @@
-"""Find and check Hugging Face checkpoints, and read them straight into the parameters of our transformer.
+"""Find and check Hugging Face checkpoints, and read them straight into the parameters of our
+transformer.
 
-Only json and safetensors are opened, never a pickle, which can run code when it is loaded. Every mistake of a user
-raises a UserError that names the file. V vocabulary, E hidden size, F MLP size, H query heads, K KV heads, D head dim.
+Only json and safetensors are opened, never a pickle, which can run code when it is loaded. Every
+mistake of a user raises a UserError that names the file. V vocabulary, E hidden size, F MLP size, H
+query heads, K KV heads, D head dim.
 """
 
 import math
@@ -18,18 +20,35 @@ from torch import Tensor
 from magicdec.architectures import ModelConfig
 from magicdec.errors import UserError
 from magicdec.fingerprint import of_files
-from magicdec.hugging_face import GenerationConfig, eos_ids, from_hugging_face, unread_keys, unread_processors
+from magicdec.hugging_face import (
+    GenerationConfig,
+    eos_ids,
+    from_hugging_face,
+    unread_keys,
+    unread_processors,
+)
 from magicdec.models.metadata import read_header, read_json
 from magicdec.models.parallel import ALONE, Share
 from magicdec.models.tensors import read_part
-from magicdec.models.unread import DISPENSABLE, EMBEDDING, HEAD, IN_HEADS, is_tied, report_frequencies, report_keys
+from magicdec.models.unread import (
+    DISPENSABLE,
+    EMBEDDING,
+    HEAD,
+    IN_HEADS,
+    is_tied,
+    report_frequencies,
+    report_keys,
+)
 from magicdec.rules import must, parse, parse_values
 
 if TYPE_CHECKING:
     from magicdec.heads import HeadConfig
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
-NOT_READ, NOT_APPLIED = "keys that are not read", "transformers' generate applies these keys, and no engine does here"
+NOT_READ, NOT_APPLIED = (
+    "keys that are not read",
+    "transformers' generate applies these keys, and no engine does here",
+)
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.bin.index.json")
 OBJECT = dict[str, Any]
@@ -42,30 +61,37 @@ SHARD: Any = Annotated[
 ]
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+(@[\w./-]+)?")
 STORED_DTYPES = ("F64", "F32", "F16", "BF16")
-OTHER_FILES = frozenset({".json", ".jinja", ".model", ".txt"})  # configuration, tokenizer, chat template
+# Configuration, tokenizer, chat template.
+OTHER_FILES = frozenset({".json", ".jinja", ".model", ".txt"})
 
 
 def locate(path: str, key: str = "target.path", weights: bool = True) -> Path:
     """Return the local folder of a checkpoint.
 
-    `path` is a folder, relative to the working directory or to where the package is (so that the bundled pair is
-    found from anywhere), or a hub id `org/name`, optionally `org/name@revision`, which is downloaded into the hub's
-    cache; with `weights=False` only its json files are. `key` is the configuration key that errors name.
+    `path` is a folder, relative to the working directory or to where the package is (so that the
+    bundled pair is found from anywhere), or a hub id `org/name`, optionally `org/name@revision`,
+    which is downloaded into the hub's cache; with `weights=False` only its json files are. `key` is
+    the configuration key that errors name.
     """
     for folder in (Path(path).expanduser(), Path(__file__).resolve().parents[2] / path):
-        if path and os.path.isdir(folder):  # False, where Path.is_dir raises for a path that is too long
+        # False, where Path.is_dir raises for a path that is too long.
+        if path and os.path.isdir(folder):
             return folder
     if not HUB_ID.fullmatch(path):
-        raise UserError(f"{key}={path} is no folder; valid: a folder with a {CONFIG}, or a hub id such as org/name")
+        raise UserError(
+            f"{key}={path} is no folder; valid: a folder with a {CONFIG}, or a hub id such as"
+            " org/name"
+        )
     return _download(path, key, ["*.json", "*.safetensors"] if weights else ["*.json"])
 
 
 def read_config(folder: Path) -> ModelConfig:
     """Return the architecture that the folder's `config.json` describes.
 
-    The end-of-sequence tokens are those of `generation_config.json` where it names any, as in transformers' generate.
-    A head of its own counts as such, even if `config.json` ties it. Keys that are not read are reported.
-    Raise UserError for a missing or broken file, an architecture that is not covered, or a quantized checkpoint.
+    The end-of-sequence tokens are those of `generation_config.json` where it names any, as in
+    transformers' generate. A head of its own counts as such, even if `config.json` ties it. Keys
+    that are not read are reported. Raise UserError for a missing or broken file, an architecture
+    that is not covered, or a quantized checkpoint.
     """
     path = folder / CONFIG
     plain = read_json(path, OBJECT)
@@ -83,7 +109,9 @@ def read_config(folder: Path) -> ModelConfig:
 
 
 def _eos_ids(folder: Path) -> tuple[int, ...]:
-    """Return the end-of-sequence tokens that `generation_config.json` names, and report what else it asks for."""
+    """Return the end-of-sequence tokens that `generation_config.json` names, and report what else
+    it asks for.
+    """
     path = folder / GENERATION_CONFIG
     if not path.exists():
         return ()
@@ -93,17 +121,24 @@ def _eos_ids(folder: Path) -> tuple[int, ...]:
 
 
 def _files_of_head(folder: Path) -> dict[str, Path] | None:
-    """Return the file of each tensor; None where only the config.json is here. Raise UserError for a pickle."""
+    """Return the file of each tensor; None where only the config.json is here. Raise UserError for
+    a pickle.
+    """
     if any(folder.glob("*.safetensors")):
         return _files_of(folder)
     for pattern in PICKLES:
         for path in folder.glob(pattern):
-            raise UserError(f"{path} is a pickle; only safetensors are read: convert it with tools/convert_head.py")
+            raise UserError(
+                f"{path} is a pickle; only safetensors are read: convert it with"
+                " tools/convert_head.py"
+            )
     return None
 
 
 class Piece(NamedTuple):
-    """One tensor of a checkpoint, the part that this rank needs, and the rows of a parameter of ours that it fills."""
+    """One tensor of a checkpoint, the part that this rank needs, and the rows of a parameter of
+    ours that it fills.
+    """
 
     source: str
     parameter: str
@@ -120,14 +155,18 @@ class Piece(NamedTuple):
     @property
     def part_shape(self) -> tuple[int, ...]:
         """The shape of the part that is needed."""
-        return tuple(len(range(size)[part]) for size, part in zip(self.shape, self.part, strict=True))
+        return tuple(
+            len(range(size)[part]) for size, part in zip(self.shape, self.part, strict=True)
+        )
 
 
 def pieces(config: ModelConfig, share: Share = ALONE) -> Iterator[Piece]:
-    """Yield every tensor that a checkpoint of this (whole) architecture holds, in the order of the forward pass.
+    """Yield every tensor that a checkpoint of this (whole) architecture holds, in the order of the
+    forward pass.
 
-    Queries, keys and values become the rows of one matrix, in this order, and so do gate and up: one matmul each. A
-    rank has the rows that make its own heads and features, and of the matrices behind these the columns.
+    Queries, keys and values become the rows of one matrix, in this order, and so do gate and up:
+    one matmul each. A rank has the rows that make its own heads and features, and of the matrices
+    behind these the columns.
     """
     if _is_head(config):
         yield from _head_pieces(config, share)
@@ -152,13 +191,23 @@ def _layer_pieces(config: ModelConfig, share: Share, theirs: str, ours: str) -> 
     whole_q, whole_kv, inputs = config.num_heads * D, config.num_kv_heads * D, config.qkv_inputs
     qkv = (("q", 0, whole_q, q), ("k", q_rows, whole_kv, kv), ("v", q_rows + kv_rows, whole_kv, kv))
     for name, first_row, rows, part in qkv:
-        yield Piece(f"{theirs}self_attn.{name}_proj.weight", f"{ours}qkv.weight", first_row, (rows, inputs), part)
+        yield Piece(
+            f"{theirs}self_attn.{name}_proj.weight",
+            f"{ours}qkv.weight",
+            first_row,
+            (rows, inputs),
+            part,
+        )
         if config.qkv_bias:
-            yield Piece(f"{theirs}self_attn.{name}_proj.bias", f"{ours}qkv.bias", first_row, (rows,), part)
+            yield Piece(
+                f"{theirs}self_attn.{name}_proj.bias", f"{ours}qkv.bias", first_row, (rows,), part
+            )
     if config.qk_norm:
         yield Piece(f"{theirs}self_attn.q_norm.weight", f"{ours}q_norm.weight", 0, (D,))
         yield Piece(f"{theirs}self_attn.k_norm.weight", f"{ours}k_norm.weight", 0, (D,))
-    yield Piece(f"{theirs}self_attn.o_proj.weight", f"{ours}output.weight", 0, (E, whole_q), columns=q)
+    yield Piece(
+        f"{theirs}self_attn.o_proj.weight", f"{ours}output.weight", 0, (E, whole_q), columns=q
+    )
     if config.output_bias:
         yield Piece(f"{theirs}self_attn.o_proj.bias", f"{ours}output.bias", 0, (E,))
     yield Piece(f"{theirs}post_attention_layernorm.weight", f"{ours}mlp_norm.weight", 0, (E,))
@@ -197,24 +246,32 @@ def load(
     share: Share = ALONE,
     compact: Collection[str] = (),
 ) -> dict[str, Tensor]:
-    """Return the weights as a state dict of `Transformer(share.config(config))`, in `dtype` on `device`.
+    """Return the weights as a state dict of `Transformer(share.config(config))`, in `dtype` on
+    `device`.
 
-    Parameters named in `compact` are in bfloat16. All files are checked before anything is allocated. Peak memory is
-    this rank's weights plus its part of one tensor. `progress` is called with the number of parameters of each part
-    that is read, `num_parameters` of the share in all. Raise UserError for a missing, truncated or corrupt file, a
-    missing, unexpected or misshapen tensor, a pickle checkpoint, and quantized weights.
+    Parameters named in `compact` are in bfloat16. All files are checked before anything is
+    allocated. Peak memory is this rank's weights plus its part of one tensor. `progress` is called
+    with the number of parameters of each part that is read, `num_parameters` of the share in all.
+    Raise UserError for a missing, truncated or corrupt file, a missing, unexpected or misshapen
+    tensor, a pickle checkpoint, and quantized weights.
     """
     todo = list(pieces(config, share))
     files = _files_of(folder)
     _check(todo, files, folder, IN_HEADS if config.is_head else DISPENSABLE)
     report_frequencies(files, config)
-    shapes = {piece.parameter: (piece.first_row + piece.part_shape[0], *piece.part_shape[1:]) for piece in todo}
+    shapes = {
+        piece.parameter: (piece.first_row + piece.part_shape[0], *piece.part_shape[1:])
+        for piece in todo
+    }
     for name, tokens in (("embed.weight", config.vocab_size), ("head.weight", config.num_logits)):
         if name in shapes:
             shapes[name] = (share.vocabulary_rows(tokens), config.hidden_size)
     # Zeros, where a rank's vocabulary ends early.
     dtypes = dict.fromkeys(shapes, dtype) | dict.fromkeys(compact, torch.bfloat16)
-    state = {name: torch.zeros(shape, dtype=dtypes[name], device=device) for name, shape in shapes.items()}
+    state = {
+        name: torch.zeros(shape, dtype=dtypes[name], device=device)
+        for name, shape in shapes.items()
+    }
     for piece in todo:
         rows = state[piece.parameter][piece.first_row : piece.first_row + piece.part_shape[0]]
         rows.copy_(read_part(files[piece.source], piece.source, piece.part))
@@ -233,19 +290,30 @@ def _is_head(config: ModelConfig) -> "TypeGuard[HeadConfig]":
 
 
 def _target_ids(files: dict[str, Path], config: "HeadConfig") -> Tensor:
-    """Return the target's ids of a head's tokens, which the file holds as distances from their own."""
+    """Return the target's ids of a head's tokens, which the file holds as distances from their
+    own.
+    """
     path = files["d2t"]
     distances = read_part(path, "d2t")
     ids = distances.long().flatten() + torch.arange(distances.numel())
     if len(ids) != config.num_logits or not bool(((ids >= 0) & (ids < config.vocab_size)).all()):
-        raise UserError(f"{path}: d2t does not map {config.num_logits} tokens into a vocabulary of {config.vocab_size}")
-    if "t2d" in files and not torch.equal(read_part(files["t2d"], "t2d").flatten().nonzero()[:, 0], ids.sort().values):
-        raise UserError(f"{files['t2d']}: t2d marks other tokens of the target than d2t; download it again")
+        raise UserError(
+            f"{path}: d2t does not map {config.num_logits} tokens into a vocabulary of"
+            f" {config.vocab_size}"
+        )
+    if "t2d" in files and not torch.equal(
+        read_part(files["t2d"], "t2d").flatten().nonzero()[:, 0], ids.sort().values
+    ):
+        raise UserError(
+            f"{files['t2d']}: t2d marks other tokens of the target than d2t; download it again"
+        )
     return ids
 
 
 def stored_in_bfloat16(folder: Path, config: ModelConfig) -> set[str]:
-    """Return the matrices that the files hold in bfloat16: kept so, they are the same numbers in half the bytes."""
+    """Return the matrices that the files hold in bfloat16: kept so, they are the same numbers in
+    half the bytes.
+    """
     files = _files_of(folder)
     headers = {path: read_header(path) for path in set(files.values())}
     found: dict[str, bool] = {}
@@ -260,7 +328,8 @@ def stored_in_bfloat16(folder: Path, config: ModelConfig) -> set[str]:
 def fingerprint(folder: Path) -> str:
     """Return a short hash of the weights, the configuration and the tokenizer.
 
-    Raise UserError for a checkpoint that is incomplete. See magicdec/fingerprint.py for what is read of large files.
+    Raise UserError for a checkpoint that is incomplete. See magicdec/fingerprint.py for what is
+    read of large files.
     """
     weights = set(_files_of(folder).values())
     for path in sorted(weights):
@@ -270,21 +339,39 @@ def fingerprint(folder: Path) -> str:
 
 
 def _download(path: str, key: str, patterns: list[str]) -> Path:
-    """Return a snapshot of a hub repository in the hub's own cache, without subfolders and copies of the weights."""
-    from huggingface_hub import errors, snapshot_download  # imported here because a local folder does not need it
+    """Return a snapshot of a hub repository in the hub's own cache, without subfolders and copies
+    of the weights.
+    """
+    # Imported here because a local folder does not need it.
+    from huggingface_hub import errors, snapshot_download
 
     name, _, revision = path.partition("@")
     others = ["*/*", "consolidated*"]
     try:
-        return Path(snapshot_download(name, revision=revision or None, allow_patterns=patterns, ignore_patterns=others))
+        return Path(
+            snapshot_download(
+                name, revision=revision or None, allow_patterns=patterns, ignore_patterns=others
+            )
+        )
     except errors.GatedRepoError:
-        reason = f"is gated: accept its licence on https://huggingface.co/{name}, then log in with `hf auth login`"
+        reason = (
+            f"is gated: accept its licence on https://huggingface.co/{name}, then log in with `hf"
+            " auth login`"
+        )
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError):
-        reason = "was found neither as a folder nor on the hub (a private one needs `hf auth login`)"
+        reason = (
+            "was found neither as a folder nor on the hub (a private one needs `hf auth login`)"
+        )
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
-        reason = f"is no folder nor in the hub's cache, and the hub is out of reach: download it and pass {key}=FOLDER"
+        reason = (
+            "is no folder nor in the hub's cache, and the hub is out of reach: download it and"
+            f" pass {key}=FOLDER"
+        )
     except Exception as error:  # any failure of the network or the disk is one line for the user
-        reason = f"could not be downloaded ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
+        reason = (
+            "could not be downloaded"
+            f" ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
+        )
     raise UserError(f"{key}={path} {reason}") from None
 
 
@@ -301,17 +388,22 @@ def _files_of(folder: Path) -> dict[str, Path]:
     pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
     if pickles:
         raise UserError(
-            f"{folder / pickles[0]} is a pickle, which can run code when it is loaded; only safetensors are read: "
-            "convert it where you trust it, with transformers' from_pretrained and save_pretrained"
+            f"{folder / pickles[0]} is a pickle, which can run code when it is loaded; only"
+            " safetensors are read: convert it where you trust it, with transformers'"
+            " from_pretrained and save_pretrained"
         )
     raise UserError(
-        f"{folder} holds no weights: neither {SINGLE} nor {INDEX} (for heads that are published as .bin, see "
-        "tools/convert_head.py)"
+        f"{folder} holds no weights: neither {SINGLE} nor {INDEX} (for heads that are published as"
+        " .bin, see tools/convert_head.py)"
     )
 
 
-def _check(todo: list[Piece], files: dict[str, Path], folder: Path, dispensable: re.Pattern[str]) -> None:
-    """Raise UserError unless the files hold exactly what the architecture needs, in a form that can be read."""
+def _check(
+    todo: list[Piece], files: dict[str, Path], folder: Path, dispensable: re.Pattern[str]
+) -> None:
+    """Raise UserError unless the files hold exactly what the architecture needs, in a form that can
+    be read.
+    """
     headers = {path: read_header(path) for path in sorted(set(files.values()))}
     for source, _, _, shape, *_ in todo:
         path = files.get(source)
@@ -319,13 +411,18 @@ def _check(todo: list[Piece], files: dict[str, Path], folder: Path, dispensable:
         if entry is None:
             raise UserError(f"{path or folder}: the tensor {source} is missing")
         if tuple(entry["shape"]) != shape:
-            raise UserError(f"{path}: {source} has shape {tuple(entry['shape'])}, {CONFIG} says {shape}")
+            raise UserError(
+                f"{path}: {source} has shape {tuple(entry['shape'])}, {CONFIG} says {shape}"
+            )
         if entry["dtype"] not in STORED_DTYPES:
-            raise UserError(f"{path}: {source} is stored as {entry['dtype']:.20}; quantized weights are not supported")
+            raise UserError(
+                f"{path}: {source} is stored as {entry['dtype']:.20}; quantized weights are not"
+                " supported"
+            )
     unknown = sorted(files.keys() - {piece.source for piece in todo})
     unknown = [name for name in unknown if not dispensable.fullmatch(name)]
     if unknown:
         raise UserError(
-            f"{files[unknown[0]]}: {len(unknown)} tensors have no place in the architecture that {CONFIG} describes, "
-            f"such as {unknown[0]:.100}"
+            f"{files[unknown[0]]}: {len(unknown)} tensors have no place in the architecture that"
+            f" {CONFIG} describes, such as {unknown[0]:.100}"
         )

@@ -1,7 +1,8 @@
-"""Matmuls with few rows by weights in 8 or 4 bits, in Triton: the codes are read once, and decoded in registers.
+"""Matmuls with few rows by weights in 8 or 4 bits, in Triton: the codes are read once, and decoded
+in registers.
 
-M rows, N outputs, F inputs. Weights in groups of 32 inputs share a scale. Two codes of 4 bits make a byte: that of
-input j, and that of input F / 2 + j above it.
+M rows, N outputs, F inputs. Weights in groups of 32 inputs share a scale. Two codes of 4 bits make
+a byte: that of input j, and that of input F / 2 + j above it.
 """
 
 import torch
@@ -17,9 +18,11 @@ INTERPRETED = triton.knobs.runtime.interpret
 
 @torch.library.custom_op("magicdec::code_matmul", mutates_args=())
 def code_matmul(x: Tensor, codes: Tensor, scales: Tensor, bits: int) -> Tensor:
-    """Return x (..., F) times the weights (N, F), whose codes are (N, F) or (N, F / 2) int8, and scales (N, F / 32).
+    """Return x (..., F) times the weights (N, F), whose codes are (N, F) or (N, F / 2) int8, and
+    scales (N, F / 32).
 
-    Registered as an operator of PyTorch, so that torch.compile does not split it and knows its output's shape.
+    Registered as an operator of PyTorch, so that torch.compile does not split it and knows its
+    output's shape.
     """
     return launch(x, codes, scales, bits)
 
@@ -57,12 +60,16 @@ def launch(x: Tensor, codes: Tensor, scales: Tensor, bits: int) -> Tensor:
 
 
 @triton.jit
-def add_product(total, x, scales, column, row, output, code, M, N, F, GROUP: tl.constexpr, UPCAST: tl.constexpr):
+def add_product(
+    total, x, scales, column, row, output, code, M, N, F, GROUP: tl.constexpr, UPCAST: tl.constexpr
+):
     """Add the product of these inputs (`column`) and their decoded weights to the outputs."""
     valid = column < F
     part = tl.load(x + row[:, None] * F + column[None, :], (row[:, None] < M) & valid[None, :], 0.0)
     scale = tl.load(
-        scales + output[:, None] * (F // GROUP) + column[None, :] // GROUP, (output[:, None] < N) & valid[None, :], 0.0
+        scales + output[:, None] * (F // GROUP) + column[None, :] // GROUP,
+        (output[:, None] < N) & valid[None, :],
+        0.0,
     )
     weight = (code.to(tl.float32) * scale.to(tl.float32)).to(part.dtype)
     if UPCAST:
@@ -73,7 +80,7 @@ def add_product(total, x, scales, column, row, output, code, M, N, F, GROUP: tl.
 @triton.jit
 def multiply_codes(
     x, codes, scales, out, M, N, F,
-    BITS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr,  # noqa: E501
     UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Write BLOCK_N outputs of all rows."""
@@ -91,7 +98,11 @@ def multiply_codes(
         else:
             low = (code << 4).to(tl.int8) >> 4
             low_column = tl.where(column < width, column, F)
-            total = add_product(total, x, scales, low_column, row, output, low, M, N, F, GROUP, UPCAST)
-            total = add_product(total, x, scales, width + column, row, output, code >> 4, M, N, F, GROUP, UPCAST)
+            total = add_product(
+                total, x, scales, low_column, row, output, low, M, N, F, GROUP, UPCAST
+            )
+            total = add_product(
+                total, x, scales, width + column, row, output, code >> 4, M, N, F, GROUP, UPCAST
+            )
     place = out + row[:, None] * N + output[None, :]
     tl.store(place, total.to(out.dtype.element_ty), (row[:, None] < M) & (output[None, :] < N))

@@ -1,8 +1,10 @@
-"""A draft head: one decoder layer over a target's hidden states and the embedding of the token behind each.
+"""A draft head: one decoder layer over a target's hidden states and the embedding of the token
+behind each.
 
-B rows, T tokens, E hidden size, N hidden states of the target side by side, V draft vocabulary. The entry of a token
-consists of its embedding and the hidden state of the token before it. With one layer, keys and values follow from
-these alone: nothing has to be attended to for storing the entries of a context.
+B rows, T tokens, E hidden size, N hidden states of the target side by side, V draft vocabulary. The
+entry of a token consists of its embedding and the hidden state of the token before it. With one
+layer, keys and values follow from these alone: nothing has to be attended to for storing the
+entries of a context.
 """
 
 from typing import Any
@@ -21,7 +23,9 @@ from magicdec.models.transformer import Layer, Transformer, embedding
 
 
 class HeadLayer(Layer):
-    """A decoder layer whose queries, keys and values are made of an embedding and a hidden state, each normalised."""
+    """A decoder layer whose queries, keys and values are made of an embedding and a hidden state,
+    each normalised.
+    """
 
     config: HeadConfig
 
@@ -32,9 +36,17 @@ class HeadLayer(Layer):
 
     @override
     def before_attention(
-        self, ops: Operators, x_BTE: Tensor, embedded_BTE: Tensor, cos: Tensor, sin: Tensor, place: Place | None
+        self,
+        ops: Operators,
+        x_BTE: Tensor,
+        embedded_BTE: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        place: Place | None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the residual stream, which leaves the embedding out, and the queries; see `Layer`."""
+        """Return the residual stream, which leaves the embedding out, and the queries; see
+        `Layer`.
+        """
         c, normed_BTE = self.config, self.attention_norm(x_BTE)
         both = torch.cat((self.embedding_norm(embedded_BTE), normed_BTE), dim=-1)
         qkv = ops.linear(self.qkv, both).unflatten(-1, (-1, c.head_dim))
@@ -44,7 +56,9 @@ class HeadLayer(Layer):
 
 
 class Head(Transformer):
-    """The layer with what is around it. `embed` and `head` are the target's where it has none: see `on`."""
+    """The layer with what is around it. `embed` and `head` are the target's where it has none: see
+    `on`.
+    """
 
     config: HeadConfig
     target_ids_V: Tensor | None  # of the draft's tokens
@@ -55,18 +69,28 @@ class Head(Transformer):
         self.config, self.attention, self.share, self.is_compiled = config, attention, share, False
         E, joined = config.hidden_size, config.num_taps * config.target_hidden_size
         self.fc = nn.Linear(joined, E, bias=False)
-        sizes = {"none": [], "joint": [joined], "each": [config.target_hidden_size] * config.num_taps}
-        self.input_norms = nn.ModuleList(nn.RMSNorm(n, config.rms_norm_eps) for n in sizes[config.input_norms])
+        sizes = {
+            "none": [],
+            "joint": [joined],
+            "each": [config.target_hidden_size] * config.num_taps,
+        }
+        self.input_norms = nn.ModuleList(
+            nn.RMSNorm(n, config.rms_norm_eps) for n in sizes[config.input_norms]
+        )
         self.layers = nn.ModuleList([HeadLayer(config, share)])
         self.norm = nn.RMSNorm(E, config.rms_norm_eps)
-        self.embed: Any = embedding(share.vocabulary_rows(config.vocab_size), E) if config.own_embedding else None
+        self.embed: Any = (
+            embedding(share.vocabulary_rows(config.vocab_size), E) if config.own_embedding else None
+        )
         rows = share.vocabulary_rows(config.num_logits)
         self.head: Any = nn.Linear(E, rows, bias=False) if config.own_head else None
         ids = torch.zeros(config.num_logits, dtype=torch.int64) if config.maps_vocabulary else None
         self.register_buffer("target_ids_V", ids)
 
     def on(self, target: Transformer) -> "Head":
-        """Return the same head with the embedding, and the output matrix, of a target where it has none of its own."""
+        """Return the same head with the embedding, and the output matrix, of a target where it has
+        none of its own.
+        """
         with torch.device("meta"):
             other = Head(self.config, self.attention, self.share)
         for name, module in self._modules.items():
@@ -82,12 +106,16 @@ class Head(Transformer):
         """Return the hidden states (B, T, E) that the layer reads, of those of the target."""
         if self.input_norms:
             parts = hidden_BTN.chunk(len(self.input_norms), dim=-1)
-            hidden_BTN = torch.cat([norm(part) for norm, part in zip(self.input_norms, parts, strict=True)], dim=-1)
+            hidden_BTN = torch.cat(
+                [norm(part) for norm, part in zip(self.input_norms, parts, strict=True)], dim=-1
+            )
         return self.operators.linear(self.fc, hidden_BTN.to(self.dtype))
 
     @override
     def forward(self, tokens_BT: Tensor, cache: KVCache, hidden_BTE: Tensor) -> Tensor:  # type: ignore[override]
-        """Append T tokens, each with the hidden state of the token before it. Return the layer's output (B, T, E)."""
+        """Append T tokens, each with the hidden state of the token before it. Return the layer's
+        output (B, T, E).
+        """
         num_new = tokens_BT.shape[1]
         plan = cache.plan(self.attention, num_new, self.dtype)[0]
         x_BTE, q_BTHD = self.enter(tokens_BT, cache, hidden_BTE)
@@ -98,13 +126,19 @@ class Head(Transformer):
         return self.norm(x_BTE) if self.config.norm_output else x_BTE
 
     def enter(self, tokens_BT: Tensor, cache: KVCache, hidden_BTE: Tensor) -> tuple[Tensor, Tensor]:
-        """Write the entries of T tokens behind the valid ones. Return the residual stream, and the queries."""
+        """Write the entries of T tokens behind the valid ones. Return the residual stream, and the
+        queries.
+        """
         num_new = tokens_BT.shape[1]
-        angles = self.angles(*frequencies_on(self.config, tokens_BT.device), cache.positions_BT(num_new))
+        angles = self.angles(
+            *frequencies_on(self.config, tokens_BT.device), cache.positions_BT(num_new)
+        )
         cos, sin = (x[:, :, None] for x in angles)
         embedded_BTE = self.share.embed(tokens_BT, self.embed.weight).to(self.dtype)
         place = cache.place(0, cache.slots_BT(num_new))
-        return self.layer.before_attention(self.operators, hidden_BTE, embedded_BTE, cos, sin, place)
+        return self.layer.before_attention(
+            self.operators, hidden_BTE, embedded_BTE, cos, sin, place
+        )
 
     @override
     def logits(self, hidden_BTE: Tensor) -> Tensor:

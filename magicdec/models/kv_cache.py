@@ -1,8 +1,8 @@
 """The KV cache: preallocated, ragged, lengths on the device.
 
-L layers, B rows, K KV heads, S slots, D head dim, T new tokens. Slots [0, seqlens) of a row are valid; a forward pass
-appends behind them, a rollback lowers seqlens, and nothing moves. Shapes and addresses are static, so that a round
-over a cache can be captured as a graph.
+L layers, B rows, K KV heads, S slots, D head dim, T new tokens. Slots [0, seqlens) of a row are
+valid; a forward pass appends behind them, a rollback lowers seqlens, and nothing moves. Shapes and
+addresses are static, so that a round over a cache can be captured as a graph.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,9 @@ from magicdec.attention.codes import Coded
 
 
 def copy_row(target: Any, source: Any, row: int) -> None:
-    """Copy the only row of `source` to a row of `target`: its part of every tensor in `target.per_row`."""
+    """Copy the only row of `source` to a row of `target`: its part of every tensor in
+    `target.per_row`.
+    """
     for name, axis in target.per_row.items():
         theirs = getattr(source, name)
         if theirs is not None:
@@ -40,10 +42,14 @@ class Place(NamedTuple):
 
 
 class Reads(NamedTuple):
-    """The entries that attention over one layer reads, and where it writes the attention that it observes."""
+    """The entries that attention over one layer reads, and where it writes the attention that it
+    observes.
+    """
 
-    indices_BKN: Tensor | None = None  # the slots to read, as Attention.attend takes them; None: all
-    scores_BKS: Tensor | None = None  # gets the attention that each slot receives, in fp32; None: nobody wants it
+    # The slots to read, as Attention.attend takes them; None: all.
+    indices_BKN: Tensor | None = None
+    # Gets the attention that each slot receives, in fp32; None: nobody wants it.
+    scores_BKS: Tensor | None = None
 
 
 class KVCache:
@@ -53,7 +59,12 @@ class KVCache:
     per_row: ClassVar[dict[str, int]] = {"k_LBKSD": 1, "v_LBKSD": 1, "seqlens_B": 0}
 
     def __init__(
-        self, config: ModelConfig, num_rows: int, capacity: int, dtype: torch.dtype, device: torch.device | str
+        self,
+        config: ModelConfig,
+        num_rows: int,
+        capacity: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
     ):
         """Allocate `capacity` slots for each of `num_rows` rows."""
         shape = (config.num_layers, num_rows, config.num_kv_heads, capacity, config.head_dim)
@@ -66,14 +77,24 @@ class KVCache:
 
     def view(self, start: int, end: int) -> "KVCache":
         """Return a cache of layers [start, end) that shares their entries and the lengths."""
-        part = KVCache(self.config.layers(start, end), self.num_rows, 0, self.k_LBKSD.dtype, self.k_LBKSD.device)
+        part = KVCache(
+            self.config.layers(start, end),
+            self.num_rows,
+            0,
+            self.k_LBKSD.dtype,
+            self.k_LBKSD.device,
+        )
         part.k_LBKSD, part.v_LBKSD = self.k_LBKSD[start:end], self.v_LBKSD[start:end]
         part.seqlens_B, part.resting_B = self.seqlens_B, self.resting_B
         return part
 
     def resized(self, capacity: int) -> "KVCache":
-        """Return a copy with `capacity` slots a row, which may be fewer: valid ones must not be left out."""
-        other = KVCache(self.config, self.num_rows, capacity, self.k_LBKSD.dtype, self.k_LBKSD.device)
+        """Return a copy with `capacity` slots a row, which may be fewer: valid ones must not be
+        left out.
+        """
+        other = KVCache(
+            self.config, self.num_rows, capacity, self.k_LBKSD.dtype, self.k_LBKSD.device
+        )
         kept = min(capacity, self.capacity)
         other.k_LBKSD[..., :kept, :] = self.k_LBKSD[..., :kept, :]
         other.v_LBKSD[..., :kept, :] = self.v_LBKSD[..., :kept, :]
@@ -81,7 +102,9 @@ class KVCache:
         return other
 
     def copy_row(self, row: int, source: "KVCache") -> None:
-        """Copy the only row of another such cache to a row, as for a request that was prefilled by itself."""
+        """Copy the only row of another such cache to a row, as for a request that was prefilled by
+        itself.
+        """
         copy_row(self, source, row)
 
     def clear_row(self, row: int) -> None:
@@ -113,7 +136,9 @@ class KVCache:
         return self.slots_BT(num_new)
 
     def first_seen_B(self, layer: int, position_B: Tensor) -> Tensor:
-        """Return the first position that a token at `position_B` sees in a layer; 0 or less: it sees all."""
+        """Return the first position that a token at `position_B` sees in a layer; 0 or less: it
+        sees all.
+        """
         window = self.config.window_of(layer)
         return torch.zeros_like(position_B) if window is None else position_B + 1 - window
 
@@ -125,7 +150,9 @@ class KVCache:
         return Place(self.k_LBKSD[layer], self.v_LBKSD[layer], self._rows_B1, slots_BT)
 
     def read_B(self, num_new: int) -> Tensor:
-        """Return how many slots of each row a pass of `num_new` tokens reads; of a resting row the fewest."""
+        """Return how many slots of each row a pass of `num_new` tokens reads; of a resting row the
+        fewest.
+        """
         valid_B = self.seqlens_B + num_new
         return valid_B if self.resting_B is None else torch.where(self.resting_B, num_new, valid_B)
 
@@ -133,7 +160,9 @@ class KVCache:
         """Return each layer's plan for a forward pass of `num_new` tokens."""
         shape = Shape(num_new, self.capacity, self.config.group_size, dtype)
         windows = [self.config.window_of(i) for i in range(self.config.num_layers)]
-        plans = {window: attention.plan(self.read_B(num_new), shape, window) for window in set(windows)}
+        plans = {
+            window: attention.plan(self.read_B(num_new), shape, window) for window in set(windows)
+        }
         return [plans[window] for window in windows]
 
     def coded(self, layer: int) -> Coded | None:
@@ -141,14 +170,20 @@ class KVCache:
         return None
 
     def reads(self, layer: int) -> Reads | None:
-        """Return what `attend` reads of a layer, known before the pass; None if it depends on the queries."""
+        """Return what `attend` reads of a layer, known before the pass; None if it depends on the
+        queries.
+        """
         return Reads() if type(self).attend is KVCache.attend else None
 
     def attend(self, layer: int, q_BTHD: Tensor, attention: Attention, plan: Any) -> Tensor:
-        """Return attention of the T appended tokens over one layer; a policy that selects or observes does so here."""
+        """Return attention of the T appended tokens over one layer; a policy that selects or
+        observes does so here.
+        """
         coded = self.coded(layer)
         if coded is not None:
-            return attention.attend_coded(q_BTHD, self.k_LBKSD[layer], self.v_LBKSD[layer], plan, coded)
+            return attention.attend_coded(
+                q_BTHD, self.k_LBKSD[layer], self.v_LBKSD[layer], plan, coded
+            )
         return attention.attend(q_BTHD, self.k_LBKSD[layer], self.v_LBKSD[layer], plan)
 
     def advance(self, num_new: int) -> None:
@@ -165,8 +200,8 @@ class KVCache:
 
 
 def active_rows(resting_B: Tensor | None) -> Tensor | None:
-    """Return the indices of the rows that do not rest; None where none rests, and beyond CPUs, where shapes are
-    static.
+    """Return the indices of the rows that do not rest; None where none rests, and beyond CPUs,
+    where shapes are static.
     """
     if resting_B is None or resting_B.device.type != "cpu" or not bool(resting_B.any()):
         return None
@@ -174,13 +209,19 @@ def active_rows(resting_B: Tensor | None) -> Tensor | None:
 
 
 def among(rows: Tensor | None, x_M: Tensor, num_rows: int) -> Tensor:
-    """Return a tensor of `num_rows` rows, 0 but for `rows`, which are those of `x_M`; `x_M` itself if that is None."""
-    return x_M if rows is None else x_M.new_zeros(num_rows, *x_M.shape[1:]).index_copy_(0, rows, x_M)
+    """Return a tensor of `num_rows` rows, 0 but for `rows`, which are those of `x_M`; `x_M` itself
+    if that is None.
+    """
+    return (
+        x_M if rows is None else x_M.new_zeros(num_rows, *x_M.shape[1:]).index_copy_(0, rows, x_M)
+    )
 
 
 @contextmanager
 def resting(rows_B: Tensor, *caches: KVCache) -> Iterator[None]:
-    """Read next to nothing of these rows (bool), which have finished. Their entries stay as they are."""
+    """Read next to nothing of these rows (bool), which have finished. Their entries stay as they
+    are.
+    """
     for cache in caches:
         cache.resting_B = rows_B
     try:

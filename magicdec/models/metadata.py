@@ -1,4 +1,6 @@
-"""The JSON in a checkpoint, which anyone may have written: read from regular files only, within bounds. Torch-free."""
+"""The JSON in a checkpoint, which anyone may have written: read from regular files only, within
+bounds. Torch-free.
+"""
 
 from os import SEEK_END
 from pathlib import Path
@@ -10,7 +12,8 @@ from typing_extensions import TypedDict
 from magicdec.errors import UserError
 from magicdec.rules import must, parse_json, parse_values
 
-MAX_BYTES = 100_000_000  # of a JSON file; of a safetensors file's header it is the format's own limit
+# Of a JSON file; of a safetensors file's header it is the format's own limit.
+MAX_BYTES = 100_000_000
 Bytes = Annotated[int, Field(ge=0, le=1 << 62)]
 
 
@@ -27,7 +30,8 @@ TENSOR: Any = Annotated[Tensor, must("must be an object with a dtype, a shape an
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open a file to read; raise UserError unless it is a regular one (reading a pipe or a device may never end).
+    """Open a file to read; raise UserError unless it is a regular one (reading a pipe or a device
+    may never end).
 
     A link is followed: the hub's cache consists of them.
     """
@@ -36,11 +40,15 @@ def open_file(path: Path) -> BinaryIO:
             raise UserError(f"{path} is no regular file")
         return path.open("rb")
     except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}); is {path.parent} a complete checkpoint?") from None
+        raise UserError(
+            f"{path} cannot be read ({error.strerror}); is {path.parent} a complete checkpoint?"
+        ) from None
 
 
 def read_json(path: Path, kind: type[T]) -> T:
-    """Return the JSON object in a file as a typed one. Raise UserError for the first value that breaks a rule."""
+    """Return the JSON object in a file as a typed one. Raise UserError for the first value that
+    breaks a rule.
+    """
     with open_file(path) as file:
         text = file.read(MAX_BYTES + 1)
     if len(text) > MAX_BYTES:
@@ -49,7 +57,8 @@ def read_json(path: Path, kind: type[T]) -> T:
 
 
 def read_header(path: Path) -> dict[str, Tensor]:
-    """Return each tensor's dtype, shape and data_offsets in a safetensors file, whose size must be what they imply.
+    """Return each tensor's dtype, shape and data_offsets in a safetensors file, whose size must be
+    what they imply.
 
     Format: 8 bytes with the header's length, the header as JSON, then the data without gaps.
     """
@@ -62,10 +71,14 @@ def read_header(path: Path) -> dict[str, Tensor]:
             raise ValueError
         plain = parse_json(dict[str, Any], text)
     except ValueError:
-        raise UserError(f"{path} is truncated, corrupt or a Git LFS pointer; download it again") from None
+        raise UserError(
+            f"{path} is truncated, corrupt or a Git LFS pointer; download it again"
+        ) from None
     plain.pop("__metadata__", None)
     header = parse_values(TENSOR, plain, str(path))
     expected = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
     if size != expected:
-        raise UserError(f"{path} is truncated or corrupt: {size} bytes, not {expected}; download it again")
+        raise UserError(
+            f"{path} is truncated or corrupt: {size} bytes, not {expected}; download it again"
+        )
     return header

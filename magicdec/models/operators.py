@@ -1,7 +1,9 @@
-"""The operators around attention: PyTorch's, the reference, and kernels for CPUs that do the same in fewer passes.
+"""The operators around attention: PyTorch's, the reference, and kernels for CPUs that do the same
+in fewer passes.
 
-B rows, T tokens, E hidden size, F MLP size, H query heads, K KV heads, D head dim, D2 = D / 2. Attention's backend
-decides: with cpp the kernels of kernels/linear.cpp and kernels/layer.cpp run, with any other PyTorch's operators.
+B rows, T tokens, E hidden size, F MLP size, H query heads, K KV heads, D head dim, D2 = D / 2.
+Attention's backend decides: with cpp the kernels of kernels/linear.cpp and kernels/layer.cpp run,
+with any other PyTorch's operators.
 """
 
 import ctypes
@@ -42,12 +44,19 @@ class Operators:
         return total, norm(total)
 
     def rotate(
-        self, qkv: Tensor, num_heads: int, norms: Norms, cos: Tensor, sin: Tensor, place: Place | None
+        self,
+        qkv: Tensor,
+        num_heads: int,
+        norms: Norms,
+        cos: Tensor,
+        sin: Tensor,
+        place: Place | None,
     ) -> Tensor:
-        """Rotate queries and keys of a joint projection (B, T, H + 2 K, D) to their positions, after their norms.
+        """Rotate queries and keys of a joint projection (B, T, H + 2 K, D) to their positions,
+        after their norms.
 
-        Return the queries (B, T, H, D). Keys and values are written to their place, if there is one. `cos` and `sin`
-        are (B, T, 1, D2). `qkv` may be changed.
+        Return the queries (B, T, H, D). Keys and values are written to their place, if there is
+        one. `cos` and `sin` are (B, T, 1, D2). `qkv` may be changed.
         """
         num_kv_heads = (qkv.shape[2] - num_heads) // 2
         qk, v_BTKD = qkv.split((num_heads + num_kv_heads, num_kv_heads), dim=2)
@@ -69,7 +78,9 @@ class Rotation(ctypes.Structure):
 
     _fields_ = [
         *library.pointers("qkv cos sin q_norm k_norm k v slots"),
-        *library.numbers("rows new_tokens heads kv_heads dim k_row k_head k_slot v_row v_head v_slot threads"),
+        *library.numbers(
+            "rows new_tokens heads kv_heads dim k_row k_head k_slot v_row v_head v_slot threads"
+        ),
         ("epsilon", ctypes.c_double),
     ]
 
@@ -83,7 +94,9 @@ class CppOperators(Operators):
         kernels, p, n = library.load(), ctypes.c_void_p, ctypes.c_int64
         self._linear, self._add_norm, self._gate, self._rotate = {}, {}, {}, {}
         for x, w in (("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "bfloat16")):
-            self._linear[getattr(torch, x), getattr(torch, w)] = function = kernels[f"linear_{x}_{w}"]
+            self._linear[getattr(torch, x), getattr(torch, w)] = function = kernels[
+                f"linear_{x}_{w}"
+            ]
             function.argtypes = [p, p, p, p, n, n, n, n]
         for name in ("float32", "bfloat16"):
             dtype = getattr(torch, name)
@@ -116,7 +129,13 @@ class CppOperators(Operators):
 
     @override
     def rotate(
-        self, qkv: Tensor, num_heads: int, norms: Norms, cos: Tensor, sin: Tensor, place: Place | None
+        self,
+        qkv: Tensor,
+        num_heads: int,
+        norms: Norms,
+        cos: Tensor,
+        sin: Tensor,
+        place: Place | None,
     ) -> Tensor:
         qkv = qkv.contiguous()
         B, T, all_heads, D = qkv.shape
@@ -124,8 +143,18 @@ class CppOperators(Operators):
         k, v = (None, None) if place is None else (place.k_BKSD, place.v_BKSD)
         slots = None if place is None else place.slots_BT.contiguous()
         pointers = map(at, (qkv, cos.contiguous(), sin.contiguous(), q_norm, k_norm, k, v, slots))
-        strides = [stride for x in (k, v) for stride in ((0, 0, 0) if x is None else x.stride()[:3])]
-        sizes = (B, T, num_heads, (all_heads - num_heads) // 2, D, *strides, torch.get_num_threads())
+        strides = [
+            stride for x in (k, v) for stride in ((0, 0, 0) if x is None else x.stride()[:3])
+        ]
+        sizes = (
+            B,
+            T,
+            num_heads,
+            (all_heads - num_heads) // 2,
+            D,
+            *strides,
+            torch.get_num_threads(),
+        )
         to_square = 0.0 if norms is None else epsilon(norms[0], qkv)
         self._rotate[qkv.dtype](ctypes.byref(Rotation(*pointers, *sizes, to_square)))
         return qkv[:, :, :num_heads]
@@ -135,7 +164,9 @@ class CppOperators(Operators):
         gate_up = gate_up.contiguous()
         size = gate_up.shape[-1] // 2
         out = gate_up.new_empty(*gate_up.shape[:-1], size)
-        self._gate[gate_up.dtype](at(gate_up), at(out), out.numel() // size, size, torch.get_num_threads())
+        self._gate[gate_up.dtype](
+            at(gate_up), at(out), out.numel() // size, size, torch.get_num_threads()
+        )
         return out
 
 
@@ -161,7 +192,11 @@ def matmul_of_many(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
 
 def is_plain(layer: nn.Module) -> TypeGuard[nn.Linear]:
     """Return whether a layer multiplies by a contiguous weight that is not quantized."""
-    return isinstance(layer, nn.Linear) and type(layer.weight) is nn.Parameter and layer.weight.is_contiguous()
+    return (
+        isinstance(layer, nn.Linear)
+        and type(layer.weight) is nn.Parameter
+        and layer.weight.is_contiguous()
+    )
 
 
 def at(x: Tensor | None) -> int | None:

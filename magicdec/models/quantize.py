@@ -1,4 +1,5 @@
-"""Weight-only quantization of a draft's layers, through torchao: group-wise, 8 or 4 bits, activations as they are.
+"""Weight-only quantization of a draft's layers, through torchao: group-wise, 8 or 4 bits,
+activations as they are.
 
 The target is never quantized, because that would change its output.
 """
@@ -25,29 +26,40 @@ MATRICES = ("qkv", "output", "gate_up", "down")  # of a layer
 def check(quantization: str, device: torch.device) -> None:
     """Raise UserError where torchao, or on a GPU Triton, is needed and cannot be used."""
     if find_spec("torchao") is None:
-        raise UserError(f"draft.quantization={quantization} needs torchao: pip install 'magicdec[quantization]'")
+        raise UserError(
+            f"draft.quantization={quantization} needs torchao: pip install 'magicdec[quantization]'"
+        )
     if device.type == "cuda" and (reason := triton_obstacle()):
-        raise UserError(f"draft.quantization={quantization} on a GPU: Triton {reason}; or set draft.quantization=none")
+        raise UserError(
+            f"draft.quantization={quantization} on a GPU: Triton {reason}; or set"
+            " draft.quantization=none"
+        )
 
 
 def quiet_torchao() -> None:
-    """Silence the log of importing torchao: GPU kernels that this machine cannot load, and PyTorch's advice."""
+    """Silence the log of importing torchao: GPU kernels that this machine cannot load, and
+    PyTorch's advice.
+    """
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def quantized(model: Transformer, quantization: str, device: torch.device | str) -> Transformer:
-    """Return the same model with its layers' matrices in fewer bits; embedding, norms and head are shared with `model`.
+    """Return the same model with its layers' matrices in fewer bits; embedding, norms and head are
+    shared with `model`.
 
-    On a GPU a kernel of ours reads the codes; 4 bits on a CPU are packed, and read by PyTorch's. 8 bits on a CPU are
-    decoded in front of each matmul. `device` is where the model will run: a memory estimate has weights on the meta
-    device.
+    On a GPU a kernel of ours reads the codes; 4 bits on a CPU are packed, and read by PyTorch's. 8
+    bits on a CPU are decoded in front of each matmul. `device` is where the model will run: a
+    memory estimate has weights on the meta device.
     """
     quiet_torchao()
     on_cpu = torch.device(device).type == "cpu"
     with torch.device("meta"):
         copy = type(model)(model.config, model.attention, model.share)
-    widened = {k: v.to(model.dtype) if k.startswith("layers.") else v for k, v in model.state_dict().items()}
+    widened = {
+        k: v.to(model.dtype) if k.startswith("layers.") else v
+        for k, v in model.state_dict().items()
+    }
     copy.load_state_dict(widened, assign=True)
     copy.eval().requires_grad_(False)
     for layer in copy.layers:
@@ -56,7 +68,11 @@ def quantized(model: Transformer, quantization: str, device: torch.device | str)
             if not on_cpu:
                 linear = coded(linear, quantization)
             else:
-                linear = PackedLinear(linear) if quantization == "int4" else rounded(linear, quantization)
+                linear = (
+                    PackedLinear(linear)
+                    if quantization == "int4"
+                    else rounded(linear, quantization)
+                )
             setattr(layer, name, linear)
     return copy
 
@@ -67,7 +83,10 @@ def rounded(linear: nn.Linear, quantization: str) -> nn.Linear:
     from torchao.quantization import IntxWeightOnlyConfig, quantize_
     from torchao.quantization.granularity import PerGroup
 
-    quantize_(linear, IntxWeightOnlyConfig(weight_dtype=BITS[quantization], granularity=PerGroup(GROUP_SIZE)))
+    quantize_(
+        linear,
+        IntxWeightOnlyConfig(weight_dtype=BITS[quantization], granularity=PerGroup(GROUP_SIZE)),
+    )
     return linear
 
 
@@ -77,12 +96,15 @@ def coded(linear: nn.Linear, quantization: str) -> "CodedLinear":
 
 
 class CodedLinear(nn.Module):
-    """A linear layer for GPUs with one or two weights per byte. With few rows, only the codes are read."""
+    """A linear layer for GPUs with one or two weights per byte. With few rows, only the codes are
+    read.
+    """
 
     def __init__(self, linear: nn.Linear, bits: int):
         """Take the weights from `linear`, which torchao has quantized."""
         super().__init__()
-        from magicdec.models.code_matmul import code_matmul  # here: only PyTorch for GPUs brings Triton
+        # Here: only PyTorch for GPUs brings Triton.
+        from magicdec.models.code_matmul import code_matmul
 
         self._matmul = code_matmul
         weight: Any = linear.weight
@@ -90,7 +112,9 @@ class CodedLinear(nn.Module):
         if bits == 4:
             low, high = codes.chunk(2, dim=1)
             codes = low & 15 | high << 4
-        self.codes, self.scales = (nn.Parameter(x.contiguous(), requires_grad=False) for x in (codes, scales))
+        self.codes, self.scales = (
+            nn.Parameter(x.contiguous(), requires_grad=False) for x in (codes, scales)
+        )
         self.bias, self.bits = linear.bias, bits
 
     @override
@@ -104,14 +128,21 @@ class CodedLinear(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The weights, decoded."""
-        codes = self.codes if self.bits == 8 else torch.cat((self.codes << 4 >> 4, self.codes >> 4), dim=1)
-        return (codes.to(self.scales.dtype).unflatten(1, (-1, GROUP_SIZE)) * self.scales[..., None]).flatten(1)
+        codes = (
+            self.codes
+            if self.bits == 8
+            else torch.cat((self.codes << 4 >> 4, self.codes >> 4), dim=1)
+        )
+        return (
+            codes.to(self.scales.dtype).unflatten(1, (-1, GROUP_SIZE)) * self.scales[..., None]
+        ).flatten(1)
 
 
 class PackedLinear(nn.Module):
     """A linear layer with two weights to a byte, for CPUs.
 
-    PyTorch's kernel decodes as it multiplies; it is fast only in bfloat16, which is more precise than so few bits.
+    PyTorch's kernel decodes as it multiplies; it is fast only in bfloat16, which is more precise
+    than so few bits.
     """
 
     def __init__(self, linear: nn.Linear):
@@ -126,7 +157,9 @@ class PackedLinear(nn.Module):
         else:
             packed = Int4OpaqueTensor.from_hp(weight.bfloat16(), [1, GROUP_SIZE])
             codes, scales = packed.qdata, packed.scale_and_zero
-        self.codes, self.scales = (nn.Parameter(tensor, requires_grad=False) for tensor in (codes, scales))
+        self.codes, self.scales = (
+            nn.Parameter(tensor, requires_grad=False) for tensor in (codes, scales)
+        )
         self.bias = linear.bias
 
     @override

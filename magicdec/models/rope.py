@@ -1,7 +1,9 @@
-"""Rotary position embeddings (Su et al. 2021) in the half-split convention of Hugging Face checkpoints.
+"""Rotary position embeddings (Su et al. 2021) in the half-split convention of Hugging Face
+checkpoints.
 
-Shapes: B rows, T tokens, H heads (query or KV), D head dim, D2 = D / 2. Feature i of the first half turns together
-with feature i of the second half by the angle position * frequency_i; Meta's own checkpoints pair neighbours instead.
+Shapes: B rows, T tokens, H heads (query or KV), D head dim, D2 = D / 2. Feature i of the first half
+turns together with feature i of the second half by the angle position * frequency_i; Meta's own
+checkpoints pair neighbours instead.
 """
 
 import math
@@ -16,8 +18,9 @@ from magicdec.architectures import ModelConfig, RopeScaling
 def rope_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
     """Return the angle per position of each pair of features, and the factor of cosines and sines.
 
-    Frequencies are (D2,) in float32 on the CPU, in radians per token. The factor differs from 1 under YaRN only, where
-    it sharpens attention. Both equal `ROPE_INIT_FUNCTIONS` of transformers bit for bit.
+    Frequencies are (D2,) in float32 on the CPU, in radians per token. The factor differs from 1
+    under YaRN only, where it sharpens attention. Both equal `ROPE_INIT_FUNCTIONS` of transformers
+    bit for bit.
     """
     exponents_D2 = torch.arange(0, config.head_dim, 2).float() / config.head_dim
     periods_D2 = config.rope_theta**exponents_D2
@@ -31,12 +34,14 @@ def rope_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
     return _yarn(periods_D2, config, scaling)
 
 
-def angles_table(frequencies_D2: Tensor, attention_factor: float, positions: Tensor) -> tuple[Tensor, Tensor]:
+def angles_table(
+    frequencies_D2: Tensor, attention_factor: float, positions: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return cosines and sines of every position, the attention factor folded in.
 
-    It takes only tensors, so that it can be compiled. The first two arguments are the results of `frequencies_on`.
-    `positions` may have any shape and integer type, such as (B, T) or (B, K, S). The results add a last dimension D2,
-    in float32.
+    It takes only tensors, so that it can be compiled. The first two arguments are the results of
+    `frequencies_on`. `positions` may have any shape and integer type, such as (B, T) or (B, K, S).
+    The results add a last dimension D2, in float32.
     """
     angles = positions.unsqueeze(-1) * frequencies_D2
     cos, sin = angles.cos(), angles.sin()
@@ -46,11 +51,12 @@ def angles_table(frequencies_D2: Tensor, attention_factor: float, positions: Ten
 
 
 def rotate(x_BTHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate features by the angles of their token, in float32. Return them in the type of `x_BTHD`.
+    """Rotate features by the angles of their token, in float32. Return them in the type of
+    `x_BTHD`.
 
-    `x_BTHD` may have any leading dimensions; `cos` and `sin` end in D2 and broadcast against them: a table (B, T, D2)
-    goes in as (B, T, 1, D2). Query and key heads that are side by side, as a fused projection leaves them, are best
-    turned in one call.
+    `x_BTHD` may have any leading dimensions; `cos` and `sin` end in D2 and broadcast against them:
+    a table (B, T, D2) goes in as (B, T, 1, D2). Query and key heads that are side by side, as a
+    fused projection leaves them, are best turned in one call.
     """
     first, second = x_BTHD.float().chunk(2, dim=-1)
     turned_first = torch.addcmul(first * cos, second, sin, value=-1)
@@ -60,14 +66,22 @@ def rotate(x_BTHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @lru_cache(maxsize=32)
 def frequencies_on(config: ModelConfig, device: torch.device) -> tuple[Tensor, float]:
-    """Return `rope_frequencies` on a device, cached: a CUDA graph could not capture copying them there."""
+    """Return `rope_frequencies` on a device, cached: a CUDA graph could not capture copying them
+    there.
+    """
     frequencies_D2, attention_factor = rope_frequencies(config)
     return frequencies_D2.to(device), attention_factor
 
 
 def _llama3(frequencies_D2: Tensor, scaling: RopeScaling) -> Tensor:
-    """Scale as Llama 3.1: stretch long wavelengths by `factor`, keep short ones, blend those between linearly."""
-    low, high, context = scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_position_embeddings
+    """Scale as Llama 3.1: stretch long wavelengths by `factor`, keep short ones, blend those
+    between linearly.
+    """
+    low, high, context = (
+        scaling.low_freq_factor,
+        scaling.high_freq_factor,
+        scaling.original_max_position_embeddings,
+    )
     assert low is not None, "RopeScaling has checked"
     assert high is not None, "RopeScaling has checked"
     assert context is not None, "RopeScaling has checked"
@@ -79,13 +93,19 @@ def _llama3(frequencies_D2: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def _yarn(periods_D2: Tensor, config: ModelConfig, scaling: RopeScaling) -> tuple[Tensor, float]:
-    """Scale as YaRN (Peng et al. 2023, arXiv 2309.00071): a ramp over features from kept to stretched."""
+    """Scale as YaRN (Peng et al. 2023, arXiv 2309.00071): a ramp over features from kept to
+    stretched.
+    """
     context, dim = scaling.original_max_position_embeddings, config.head_dim
     assert context is not None, "RopeScaling has checked"
 
     def feature_that_turns(rotations: float) -> float:
-        """Return the (fractional) index of the features that turn `rotations` times within the original context."""
-        return dim * math.log(context / (rotations * 2 * math.pi)) / (2 * math.log(config.rope_theta))
+        """Return the (fractional) index of the features that turn `rotations` times within the
+        original context.
+        """
+        return (
+            dim * math.log(context / (rotations * 2 * math.pi)) / (2 * math.log(config.rope_theta))
+        )
 
     low, high = feature_that_turns(scaling.beta_fast), feature_that_turns(scaling.beta_slow)
     if scaling.truncate:

@@ -1,8 +1,10 @@
-"""Sums over the GPUs of a machine through memory that all of them can reach: PyTorch's symmetric memory.
+"""Sums over the GPUs of a machine through memory that all of them can reach: PyTorch's symmetric
+memory.
 
-NCCL copies a rank's part to the others. Here a matmul writes its part where the others can read it, and one kernel sums
-in place: in the switch where it can (multimem), else each rank sums a part of the whole (two-shot). Both kernels can be
-captured in a graph. Both end when all ranks have read, so that one buffer serves all sums.
+NCCL copies a rank's part to the others. Here a matmul writes its part where the others can read it,
+and one kernel sums in place: in the switch where it can (multimem), else each rank sums a part of
+the whole (two-shot). Both kernels can be captured in a graph. Both end when all ranks have read, so
+that one buffer serves all sums.
 """
 
 from functools import cache
@@ -16,7 +18,8 @@ from torch import Tensor, nn
 
 from magicdec.errors import UserError, to_stderr
 
-MAX_BYTES = 16 << 20  # of a sum: those of decoding. With the larger ones of a prefill NCCL is as fast
+# Of a sum: those of decoding. With the larger ones of a prefill NCCL is as fast.
+MAX_BYTES = 16 << 20
 DTYPES = (torch.bfloat16, torch.float32)  # that PyTorch's kernels sum
 KEY = "hardware.all_reduce"
 
@@ -31,11 +34,19 @@ class SymmetricSums:
         handle = memory.rendezvous(self.buffer, ranks)
         self._group = ranks.group_name
         operators = torch.ops.symm_mem
-        self._sum = operators.multimem_all_reduce_ if handle.multicast_ptr else operators.two_shot_all_reduce_
+        self._sum = (
+            operators.multimem_all_reduce_
+            if handle.multicast_ptr
+            else operators.two_shot_all_reduce_
+        )
 
     def checked(self, size: int) -> "SymmetricSums":
         """Return itself after a sum over `size` ranks. Raise RuntimeError if it is wrong."""
-        if bool((self.sum(torch.ones(64, dtype=torch.bfloat16, device=self.buffer.device)) != size).any()):
+        if bool(
+            (
+                self.sum(torch.ones(64, dtype=torch.bfloat16, device=self.buffer.device)) != size
+            ).any()
+        ):
             raise RuntimeError("its sums are wrong")
         return self
 
@@ -49,7 +60,9 @@ class SymmetricSums:
         return self._summed(self._place(x.shape, x.dtype).copy_(x))
 
     def linear(self, layer: nn.Linear, x: Tensor) -> Tensor:
-        """Return the sum over all ranks of a linear layer's output; it is overwritten by the next one."""
+        """Return the sum over all ranks of a linear layer's output; it is overwritten by the next
+        one.
+        """
         out = self._place((*x.shape[:-1], layer.weight.shape[0]), x.dtype)
         rows, weight_t = x.flatten(0, -2), layer.weight.t()
         if layer.bias is None:
@@ -68,7 +81,8 @@ class SymmetricSums:
 
 @cache
 def sums(choice: str, ranks: dist.ProcessGroup, device: torch.device) -> SymmetricSums | None:
-    """Return the sums of these ranks; None where NCCL is chosen, or where `choice` is auto and they cannot work.
+    """Return the sums of these ranks; None where NCCL is chosen, or where `choice` is auto and they
+    cannot work.
 
     Every rank must call it. Raise UserError if symmetric memory is asked for and cannot work.
     """
@@ -81,7 +95,9 @@ def sums(choice: str, ranks: dist.ProcessGroup, device: torch.device) -> Symmetr
             continue
         try:
             made = attempt(made)
-        except Exception as error:  # of a private module, on all kinds of drivers and links: NCCL works without it
+        except (
+            Exception
+        ) as error:  # of a private module, on all kinds of drivers and links: NCCL works without it
             reason = str(error).strip().partition("\n")[0]
             problem = f"cannot be set up: {reason or type(error).__name__}"
     if _all_agree(problem is None, ranks, device):
@@ -101,7 +117,8 @@ def _obstacle(ranks: dist.ProcessGroup, device: torch.device) -> str | None:
     if _memory() is None:
         return f"is missing from PyTorch {torch.__version__}"
     own = torch.cuda.current_device()
-    others = [other for other in dist.get_process_group_ranks(ranks) if other != own]  # a machine's ranks are its GPUs
+    # A machine's ranks are its GPUs.
+    others = [other for other in dist.get_process_group_ranks(ranks) if other != own]
     if not all(torch.cuda.can_device_access_peer(own, other) for other in others):
         return f"needs GPUs that reach each other's memory, and GPU {own} does not reach all"
     return None

@@ -8,7 +8,8 @@ from torch import Tensor
 
 
 class Taps:
-    """The residual stream in front of listed layers, of the last forward pass that was given these taps.
+    """The residual stream in front of listed layers, of the last forward pass that was given these
+    taps.
 
     A model of L layers has taps 0, its embeddings, to L, what the last norm reads.
     """
@@ -18,7 +19,9 @@ class Taps:
         self._hidden: dict[int, Tensor] = {}
 
     def take(self, layer: int, x_BTE: Tensor) -> None:
-        """Keep the hidden states in front of a layer, if it is listed. They must not be overwritten later."""
+        """Keep the hidden states in front of a layer, if it is listed. They must not be overwritten
+        later.
+        """
         if layer in self.layers:
             self._hidden[layer] = x_BTE
 

@@ -13,9 +13,11 @@ ROWS = 4096  # of a matrix, which are compared at a time
 
 
 def read_part(path: Path, name: str, part: Any = ...) -> Tensor:
-    """Return a part of a tensor, by default all of it. Raise UserError for a file that cannot be read.
+    """Return a part of a tensor, by default all of it. Raise UserError for a file that cannot be
+    read.
 
-    The file is opened for each part: an open one keeps all pages that were read mapped, which is a second copy.
+    The file is opened for each part: an open one keeps all pages that were read mapped, which is a
+    second copy.
     """
     try:
         with safe_open(path, framework="pt") as file:
@@ -35,9 +37,14 @@ def shape_of(path: Path, name: str) -> list[int]:
 
 
 def have_same_numbers(first: tuple[Path, str], second: tuple[Path, str]) -> bool:
-    """Return whether two matrices, each named by its file and its name, hold the same numbers in whatever type."""
+    """Return whether two matrices, each named by its file and its name, hold the same numbers in
+    whatever type.
+    """
     shape = shape_of(*first)
     if shape != shape_of(*second):
         return False
     parts = (slice(start, start + ROWS) for start in range(0, shape[0], ROWS))
-    return all(torch.equal(read_part(*first, part).double(), read_part(*second, part).double()) for part in parts)
+    return all(
+        torch.equal(read_part(*first, part).double(), read_part(*second, part).double())
+        for part in parts
+    )

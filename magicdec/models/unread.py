@@ -1,4 +1,6 @@
-"""Say what a checkpoint holds and nothing here reads: keys of its json files, and tensors that are computed instead."""
+"""Say what a checkpoint holds and nothing here reads: keys of its json files, and tensors that are
+computed instead.
+"""
 
 import re
 from collections.abc import Mapping
@@ -17,7 +19,8 @@ from magicdec.models.tensors import have_same_numbers, read_part
 from magicdec.rules import SHORT
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-FREQUENCIES = re.compile(r".*rotary_emb\.inv_freq")  # that old versions of transformers have written
+# That old versions of transformers have written.
+FREQUENCIES = re.compile(r".*rotary_emb\.inv_freq")
 # Tensors that need not be read: those below compare them with what is used in their place.
 DISPENSABLE = re.compile(rf"{FREQUENCIES.pattern}|{re.escape(HEAD)}")
 # A head's vocabulary, which d2t describes, and speculators' copies of the target's weights.
@@ -35,7 +38,8 @@ def report_keys(path: Path, found: Mapping[str, Any], why: str) -> None:
 
 
 def is_tied(files: Mapping[str, Path]) -> bool:
-    """Return whether a checkpoint whose config.json ties the head has no head with numbers of its own.
+    """Return whether a checkpoint whose config.json ties the head has no head with numbers of its
+    own.
 
     Where it has one, transformers takes it, whatever config.json says. That is reported.
     """
@@ -44,8 +48,8 @@ def is_tied(files: Mapping[str, Path]) -> bool:
     if have_same_numbers((files[EMBEDDING], EMBEDDING), (files[HEAD], HEAD)):
         return True
     _report(
-        f"{files[HEAD]}: {HEAD} differs from {EMBEDDING}, so it is used, as in transformers, although config.json "
-        "has tie_word_embeddings=true; set that to false"
+        f"{files[HEAD]}: {HEAD} differs from {EMBEDDING}, so it is used, as in transformers,"
+        " although config.json has tie_word_embeddings=true; set that to false"
     )
     return False
 
@@ -55,15 +59,23 @@ def report_frequencies(files: Mapping[str, Path], config: ModelConfig) -> None:
 
     Those without scaling are no contradiction: linear scaling used to be applied to positions.
     """
-    expected = [rope_frequencies(config)[0], rope_frequencies(replace(config, rope_scaling=None))[0]]
+    expected = [
+        rope_frequencies(config)[0],
+        rope_frequencies(replace(config, rope_scaling=None))[0],
+    ]
     for name, path in files.items():
         if FREQUENCIES.fullmatch(name) and not _is_one_of(read_part(path, name).float(), expected):
-            _report(f"{path}: {name} is not read, as in transformers, and differs from the frequencies of config.json")
+            _report(
+                f"{path}: {name} is not read, as in transformers, and differs from the frequencies"
+                " of config.json"
+            )
             return
 
 
 def _is_one_of(stored: Tensor, expected: list[Tensor]) -> bool:
-    """Return whether frequencies, which may have been stored in 16 bits, are among the expected ones."""
+    """Return whether frequencies, which may have been stored in 16 bits, are among the expected
+    ones.
+    """
     usual = (one for one in expected if one.shape == stored.shape)
     return any(torch.allclose(stored, one, rtol=0.02, atol=1e-6) for one in usual)
 

@@ -13,12 +13,15 @@ from magicdec.models.metadata import read_json
 from magicdec.rules import JSON, must
 
 TOKENIZER = "tokenizer.json"
-PADDING = 512  # by which the embeddings of one family's models may differ, where a prediction reads no tokenizer
+# By which the embeddings of one family's models may differ, where a prediction reads no tokenizer.
+PADDING = 512
 
 
 @dataclass(frozen=True, config=JSON)
 class TokenizerModel:
-    """The tokens in a tokenizer.json: with their ids or, in a Unigram model, a list of them with their scores."""
+    """The tokens in a tokenizer.json: with their ids or, in a Unigram model, a list of them with
+    their scores.
+    """
 
     vocab: Annotated[
         dict[str, TokenId] | list[Annotated[tuple[str, Any], Strict(False)]],
@@ -41,16 +44,23 @@ def check_vocabularies(
     key: str = "draft.model",
     padding: int = 0,
 ) -> None:
-    """Raise UserError for a draft whose token ids mean something else than the target's, before weights are read.
+    """Raise UserError for a draft whose token ids mean something else than the target's, before
+    weights are read.
 
-    Where both folders hold a tokenizer.json, their tokens are compared, and the sizes may differ: embeddings are
-    padded, by another amount in each size of Qwen2.5 (151936 and 152064 for the same tokens). A draft then proposes
-    nothing that the target does not have (drafts/base.py). Without tokenizers the sizes must be equal, but for
-    `padding` entries.
+    Where both folders hold a tokenizer.json, their tokens are compared, and the sizes may differ:
+    embeddings are padded, by another amount in each size of Qwen2.5 (151936 and 152064 for the same
+    tokens). A draft then proposes nothing that the target does not have (drafts/base.py). Without
+    tokenizers the sizes must be equal, but for `padding` entries.
     """
     ours, theirs = _tokens(target_folder), _tokens(draft_folder)
-    fits = f"a draft must share the target's vocabulary of {target.vocab_size}: take a smaller model of its own family"
-    sizes = f"{key}: its vocabulary has {draft.vocab_size} entries against the target's {target.vocab_size}"
+    fits = (
+        f"a draft must share the target's vocabulary of {target.vocab_size}: take a smaller model"
+        " of its own family"
+    )
+    sizes = (
+        f"{key}: its vocabulary has {draft.vocab_size} entries against the target's"
+        f" {target.vocab_size}"
+    )
     if ours is None or theirs is None:
         if abs(target.vocab_size - draft.vocab_size) > padding:
             raise UserError(f"{sizes}; {fits}")
@@ -59,8 +69,8 @@ def check_vocabularies(
     if differing:
         first = min(differing)
         raise UserError(
-            f"{sizes}, and {len(differing)} token ids differ in meaning, the first of them {first}: "
-            f"{theirs.get(first)!r} against {ours.get(first)!r}; {fits}"
+            f"{sizes}, and {len(differing)} token ids differ in meaning, the first of them {first}:"
+            f" {theirs.get(first)!r} against {ours.get(first)!r}; {fits}"
         )
     if max(ours) >= min(target.vocab_size, draft.vocab_size):
         raise UserError(f"{sizes}, too few for the target's token {max(ours)}; {fits}")
@@ -69,8 +79,8 @@ def check_vocabularies(
 def _tokens(folder: Path | None) -> dict[int, str] | None:
     """Return the ids of a tokenizer's own tokens; None without a tokenizer.json.
 
-    Added tokens (chat markers, reserved ones) are left out: releases of one family rename them, and a draft that
-    disagrees on those costs acceptance at worst.
+    Added tokens (chat markers, reserved ones) are left out: releases of one family rename them, and
+    a draft that disagrees on those costs acceptance at worst.
     """
     if folder is None or not (folder / TOKENIZER).exists():
         return None

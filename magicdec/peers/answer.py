@@ -1,4 +1,6 @@
-"""The answer of a server with OpenAI's API: the events of its stream, and what they say about one request."""
+"""The answer of a server with OpenAI's API: the events of its stream, and what they say about one
+request.
+"""
 
 from collections.abc import Callable, Sequence
 from time import perf_counter
@@ -13,7 +15,8 @@ from magicdec.peers.base import Counts
 from magicdec.rules import JSON
 from magicdec.serving.request import Params, Request
 
-BROKEN_OFF = ("abort", "cancelled", "content_filter", "error")  # finish reasons of answers that are not whole
+# Finish reasons of answers that are not whole.
+BROKEN_OFF = ("abort", "cancelled", "content_filter", "error")
 
 
 def _or_none(value: Any, inner: ValidatorFunctionWrapHandler) -> Any:
@@ -25,7 +28,8 @@ def _or_none(value: Any, inner: ValidatorFunctionWrapHandler) -> Any:
 
 T = TypeVar("T")
 Number = Annotated[int, Field(ge=0, lt=1 << 53)]
-Lenient = Annotated[T | None, WrapValidator(_or_none)]  # what can be done without: None for anything else
+# What can be done without: None for anything else.
+Lenient = Annotated[T | None, WrapValidator(_or_none)]
 
 
 class EndpointFailed(UserError):
@@ -36,7 +40,9 @@ class EndpointFailed(UserError):
 
 @dataclass(frozen=True, config=JSON)
 class Details:
-    """The part of a usage that counts proposals, under OpenAI's names for predicted outputs; `rounds` is ours."""
+    """The part of a usage that counts proposals, under OpenAI's names for predicted outputs;
+    `rounds` is ours.
+    """
 
     accepted_prediction_tokens: Number | None = None
     rejected_prediction_tokens: Number | None = None
@@ -54,7 +60,9 @@ class Usage:
 
 @dataclass(frozen=True, config=JSON)
 class Choice:
-    """The new text of an event, its tokens where the server tells them, and why the answer ends here if it does."""
+    """The new text of an event, its tokens where the server tells them, and why the answer ends
+    here if it does.
+    """
 
     text: str | None = None
     token_ids: list[Number] | None = None
@@ -103,7 +111,9 @@ class EndpointRequest(Request):
         return self._usage.prompt_tokens if self._usage else None
 
     def take(self, event: Event) -> None:
-        """Add an event. It is a chunk if it has new tokens, or new text where the server does not tell tokens."""
+        """Add an event. It is a chunk if it has new tokens, or new text where the server does not
+        tell tokens.
+        """
         before, self._usage = self.num_tokens, event.usage or self._usage
         self._timings = event.timings or self._timings
         if not event.choices:
@@ -120,11 +130,14 @@ class EndpointRequest(Request):
         if is_new:
             self.chunk_times.append(perf_counter())
 
-    def conclude(self, encode: Callable[[str], list[int]], is_done: bool, ignores_eos: bool) -> None:
-        """End an answer that is complete. Raise EndpointFailed for one that is not, or that cannot be counted.
+    def conclude(
+        self, encode: Callable[[str], list[int]], is_done: bool, ignores_eos: bool
+    ) -> None:
+        """End an answer that is complete. Raise EndpointFailed for one that is not, or that cannot
+        be counted.
 
-        `encode` finds its tokens where the server has told only their text. `is_done`: the stream had its end.
-        `ignores_eos`: the server was told to write as many tokens as were asked for.
+        `encode` finds its tokens where the server has told only their text. `is_done`: the stream
+        had its end. `ignores_eos`: the server was told to write as many tokens as were asked for.
         """
         if self.finish_reason in BROKEN_OFF:
             raise EndpointFailed(f"its answer ends with finish_reason={self.finish_reason}")
@@ -133,10 +146,14 @@ class EndpointRequest(Request):
             cut_short = "" if self.finish_reason or is_done else ", and breaks off"
             raise EndpointFailed(f"its answer has no usage, which counts its tokens{cut_short}")
         if not self.num_tokens:
-            raise EndpointFailed("its answer has no tokens" + ", says its usage, but text" * bool(self.text))
+            raise EndpointFailed(
+                "its answer has no tokens" + ", says its usage, but text" * bool(self.text)
+            )
         most = self.params.max_tokens
         if self.num_tokens < most:
-            self._check_early_end(f"its answer has {self.num_tokens} of {most} tokens", is_done, ignores_eos)
+            self._check_early_end(
+                f"its answer has {self.num_tokens} of {most} tokens", is_done, ignores_eos
+            )
         if not self.chunk_times:
             self.chunk_times.append(perf_counter())
         self.tokens = self.tokens or encode(self.text)
@@ -144,18 +161,27 @@ class EndpointRequest(Request):
         self.finish("stop" if self.num_tokens < most else "length")
 
     def _check_early_end(self, described: str, is_done: bool, ignores_eos: bool) -> None:
-        """Raise EndpointFailed for an answer that has no reason to be shorter than was asked for."""
+        """Raise EndpointFailed for an answer that has no reason to be shorter than was asked
+        for.
+        """
         if not (self.finish_reason or is_done):
             raise EndpointFailed(f"{described}: it breaks off, without a finish_reason or [DONE]")
         if ignores_eos:
             reason = f"although ignore_eos was sent (finish_reason={self.finish_reason})"
-            raise EndpointFailed(f"{described}, {reason}; set sampling.ignore_eos=false if the server ends answers")
+            raise EndpointFailed(
+                f"{described}, {reason}; set sampling.ignore_eos=false if the server ends answers"
+            )
 
     def _counted(self, details: Details) -> Counts | None:
         if details.accepted_prediction_tokens is not None and details.rounds is not None:
             accepted = details.accepted_prediction_tokens
-            return Counts(details.rounds, accepted + (details.rejected_prediction_tokens or 0), unplaced=accepted)
+            return Counts(
+                details.rounds,
+                accepted + (details.rejected_prediction_tokens or 0),
+                unplaced=accepted,
+            )
         if self._timings is None or self._timings.draft_n is None:
             return None
-        accepted = self._timings.draft_n_accepted  # a round yields one token more, whether or not it proposed any
+        # A round yields one token more, whether or not it proposed any.
+        accepted = self._timings.draft_n_accepted
         return Counts(self.num_tokens - 1 - accepted, self._timings.draft_n, unplaced=accepted)

@@ -1,4 +1,6 @@
-"""The interface of a peer: another engine that decodes the same prompts, so that it can be measured as ours is."""
+"""The interface of a peer: another engine that decodes the same prompts, so that it can be measured
+as ours is.
+"""
 
 from abc import ABC, abstractmethod
 from contextlib import AbstractAsyncContextManager
@@ -31,7 +33,9 @@ class PeerSpec:
 
 @dataclass(frozen=True)
 class Counts:
-    """Proposed and accepted tokens, over the rounds that proposed any (over all if the engine does not say which)."""
+    """Proposed and accepted tokens, over the rounds that proposed any (over all if the engine does
+    not say which).
+    """
 
     rounds: int = 0
     proposed: int = 0  # 0: the engine does not count them
@@ -51,8 +55,8 @@ class Counts:
     def metrics(self, gamma: int) -> Metrics:
         """Return the metrics, named as in `metrics.acceptance_metrics`.
 
-        A position counts over all rounds. There is no alpha if some rounds proposed fewer than gamma tokens, as prompt
-        lookup does near the end of a match.
+        A position counts over all rounds. There is no alpha if some rounds proposed fewer than
+        gamma tokens, as prompt lookup does near the end of a match.
         """
         found: Metrics = {"acceptance_rounds": self.rounds}
         if not self.rounds:
@@ -64,7 +68,9 @@ class Counts:
             found["acceptance_rate"] = accepted / self.proposed
         if self.proposed and self.proposed == gamma * self.rounds:
             found["alpha"] = alpha_from_acceptance_length(length, gamma)
-        return found | {f"acceptance_rate/position_{i}": n / self.rounds for i, n in enumerate(self.accepted)}
+        return found | {
+            f"acceptance_rate/position_{i}": n / self.rounds for i, n in enumerate(self.accepted)
+        }
 
 
 @dataclass(frozen=True)
@@ -84,7 +90,9 @@ class OtherEngine(ABC):  # noqa: B024 - its two kinds, below, have abstract meth
 
     @classmethod  # noqa: B027 - most have nothing to check
     def check(cls, config: Config) -> None:
-        """Raise UserError for what keeps the engine from running this; `auto` values are resolved."""
+        """Raise UserError for what keeps the engine from running this; `auto` values are
+        resolved.
+        """
 
     @classmethod
     def installed(cls, engine: EngineConfig) -> str:
@@ -115,7 +123,9 @@ class Servable(OtherEngine):
     @property
     @abstractmethod
     def ways(self) -> tuple[str, ...]:
-        """Return the ways of decoding; ("",) for a server of which it is not known whether it speculates."""
+        """Return the ways of decoding; ("",) for a server of which it is not known whether it
+        speculates.
+        """
 
     @abstractmethod
     def serving(self, way: str) -> AbstractAsyncContextManager[Address]:
@@ -129,9 +139,11 @@ class Peer(OtherEngine):
     def generate(
         self, prompts: list[list[int]], generate_len: int, speculative: bool, first: int = 0
     ) -> PeerGeneration:
-        """Prefill a batch of prompts (token ids) and decode `generate_len` tokens of each, speculating or not.
+        """Prefill a batch of prompts (token ids) and decode `generate_len` tokens of each,
+        speculating or not.
 
-        `first` is the number of prompts before these in the run: rows must not share random numbers.
+        `first` is the number of prompts before these in the run: rows must not share random
+        numbers.
         """
 
     @property

@@ -1,4 +1,6 @@
-"""A server with OpenAI's API, driven by the official client: it streams completions and times their chunks."""
+"""A server with OpenAI's API, driven by the official client: it streams completions and times their
+chunks.
+"""
 
 import asyncio
 import re
@@ -21,8 +23,10 @@ from magicdec.serving.request import Params
 CONNECT_S = 10.0
 DRAIN_S = 0.5  # from [DONE] to the end of a response
 PROBE_TOKENS = 8  # of the prompt that shows what a server takes
-REFUSED = (openai.BadRequestError, openai.UnprocessableEntityError)  # of a request with a field that it does not take
-# Counters of /metrics: rounds, proposed tokens, and accepted ones for each position. SGLang counts rounds alone.
+# Of a request with a field that it does not take.
+REFUSED = (openai.BadRequestError, openai.UnprocessableEntityError)
+# Counters of /metrics: rounds, proposed tokens, and accepted ones for each position. SGLang counts
+# rounds alone.
 COUNTERS = {
     "vllm:spec_decode_num_drafts_total": "rounds",
     "vllm:spec_decode_num_draft_tokens_total": "proposed",
@@ -37,7 +41,9 @@ SAMPLE = re.compile(r"^([\w:]+)(?:\{(.*)\})? ([-+.\deE]+)", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Dialect:
-    """The requests that a server takes: prompts as token ids or as text, and fields that OpenAI's API does not have."""
+    """The requests that a server takes: prompts as token ids or as text, and fields that OpenAI's
+    API does not have.
+    """
 
     ids: bool
     ignores_eos: bool
@@ -47,13 +53,21 @@ class Dialect:
     def body(self, request: EndpointRequest, tokenizer: Any) -> dict[str, Any]:
         """Return the arguments of the client's `completions.create`."""
         params, sampling = request.params, request.params.sampling
-        extra: dict[str, Any] = {"ignore_eos": True} if self.ignores_eos and params.sampling.ignore_eos else {}
+        extra: dict[str, Any] = (
+            {"ignore_eos": True} if self.ignores_eos and params.sampling.ignore_eos else {}
+        )
         if self.returns_ids:
             extra["return_token_ids"] = True
         if self.bypasses_cache:
             extra |= {"cache_salt": uuid4().hex, "cache_prompt": False}
-        body: dict[str, Any] = {"prompt": request.prompt if self.ids else _text_of(request.prompt, tokenizer)}
-        body |= {"max_tokens": params.max_tokens, "temperature": sampling.temperature, "stream": True}
+        body: dict[str, Any] = {
+            "prompt": request.prompt if self.ids else _text_of(request.prompt, tokenizer)
+        }
+        body |= {
+            "max_tokens": params.max_tokens,
+            "temperature": sampling.temperature,
+            "stream": True,
+        }
         body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
         if not sampling.greedy:
             body["seed"] = sampling.seed + sampling.sequence
@@ -75,7 +89,9 @@ DIALECTS = [Dialect(ids, *extras) for ids in (True, False) for extras in EXTRAS]
 
 
 class Answer:
-    """The answer to one request. Iterating waits for it; a request that fails says so, and raises nothing."""
+    """The answer to one request. Iterating waits for it; a request that fails says so, and raises
+    nothing.
+    """
 
     def __init__(self, endpoint: "Endpoint", request: EndpointRequest):
         self._endpoint, self.request = endpoint, request
@@ -86,15 +102,22 @@ class Answer:
 
 
 class Endpoint:
-    """A server, connected: an asynchronous context manager, which finds out what the server takes."""
+    """A server, connected: an asynchronous context manager, which finds out what the server
+    takes.
+    """
 
     def __init__(self, address: Address, tokenizer: Any):
         self.address, self._tokenizer, self._dialect = address, tokenizer, DIALECTS[0]
         timeout = openai.Timeout(address.time_limit_s, connect=min(CONNECT_S, address.time_limit_s))
         # A redirect may lead to another host, and a proxy too.
-        self._http = openai.DefaultAsyncHttpxClient(follow_redirects=False, trust_env=address.proxied, timeout=timeout)
+        self._http = openai.DefaultAsyncHttpxClient(
+            follow_redirects=False, trust_env=address.proxied, timeout=timeout
+        )
         self._client = openai.AsyncOpenAI(
-            base_url=address.url, api_key=address.api_key, max_retries=address.retries, http_client=self._http
+            base_url=address.url,
+            api_key=address.api_key,
+            max_retries=address.retries,
+            http_client=self._http,
         )
         self.model = address.model or ""
 
@@ -120,11 +143,15 @@ class Endpoint:
         except Exception as error:  # another server's answer may raise anything
             raise self.failure(error) from error
         if len(names) != 1:
-            raise UserError(f"engine.model=null: {self.address.url} serves {', '.join(names) or 'none'}; choose one")
+            raise UserError(
+                f"engine.model=null: {self.address.url} serves {', '.join(names) or 'none'};"
+                " choose one"
+            )
         return names[0]
 
     async def learn(self, prompt: Sequence[int], params: Params) -> bool:
-        """Find out what the server takes, with the beginning of a prompt; return whether it has speculated on that.
+        """Find out what the server takes, with the beginning of a prompt; return whether it has
+        speculated on that.
 
         Raise EndpointFailed if it takes nothing.
         """
@@ -140,9 +167,14 @@ class Endpoint:
         if request.error is not None:
             raise self.failure(request.error)
         if params.sampling.ignore_eos and not self._dialect.ignores_eos:
-            to_stderr(f"warning: {self.address.url} does not take ignore_eos: its answers may end early")
+            to_stderr(
+                f"warning: {self.address.url} does not take ignore_eos: its answers may end early"
+            )
         if request.prompt_tokens not in (None, len(request.prompt)):
-            counted = f"{self.address.url} counts {request.prompt_tokens} tokens in a prompt of {len(request.prompt)}"
+            counted = (
+                f"{self.address.url} counts {request.prompt_tokens} tokens in a prompt of"
+                f" {len(request.prompt)}"
+            )
             to_stderr(f"warning: {counted}: its tokenizer may be another than the target's")
         counts = request.counts or await self.counters() - before
         return counts.rounds > 0
@@ -172,7 +204,11 @@ class Endpoint:
     def _encode(self, text: str) -> list[int]:
         if self.address.names_ids:
             return [int(token) for token in re.findall(r"\[(\d+)\]", text)]
-        return self._tokenizer.encode(text, add_special_tokens=False, verbose=False) if self._tokenizer else []
+        return (
+            self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
+            if self._tokenizer
+            else []
+        )
 
     async def counters(self) -> Counts:
         """Return the server's own counters of speculation so far; none where it has no /metrics."""
@@ -187,7 +223,9 @@ class Endpoint:
 
 
 async def _drain(events: AsyncIterator[str]) -> None:
-    """Read to the end of a response, so that its connection serves the next request, unless it stays open."""
+    """Read to the end of a response, so that its connection serves the next request, unless it
+    stays open.
+    """
     with suppress(TimeoutError):
         async with asyncio.timeout(DRAIN_S):
             async for _ in events:
@@ -195,7 +233,9 @@ async def _drain(events: AsyncIterator[str]) -> None:
 
 
 def read_counters(text: str) -> Counts:
-    """Return the counters of speculation in the text of /metrics, summed over the engines of a server."""
+    """Return the counters of speculation in the text of /metrics, summed over the engines of a
+    server.
+    """
     sums: dict[str, float] = {"rounds": 0, "proposed": 0}
     accepted: dict[int, float] = {}
     for name, labels, value in SAMPLE.findall(text):
@@ -216,7 +256,9 @@ def described(error: BaseException, time_limit_s: float) -> str:
         return f"no answer within engine.time_limit_s={time_limit_s:g} seconds"
     words = f": {words_of(error.body)}" if isinstance(error, openai.APIError) and error.body else ""
     if isinstance(error, openai.AuthenticationError | openai.PermissionDeniedError):
-        return f"it refuses the key; name the variable that holds it with engine.key_variable{words}"
+        return (
+            f"it refuses the key; name the variable that holds it with engine.key_variable{words}"
+        )
     if isinstance(error, openai.APIStatusError):
         return f"status {error.status_code}{words}"
     if isinstance(error, openai.APIConnectionError):

@@ -1,7 +1,8 @@
-"""The server-sent events of an answer: their data, the mark of their end, and the words of an error in any form.
+"""The server-sent events of an answer: their data, the mark of their end, and the words of an error
+in any form.
 
-OpenAI's client sends the request, but reads no further than its own form of an error, and does not tell whether the
-stream has ended with `[DONE]`.
+OpenAI's client sends the request, but reads no further than its own form of an error, and does not
+tell whether the stream has ended with `[DONE]`.
 """
 
 import json
@@ -19,7 +20,8 @@ WORDS = ("message", "msg", "detail", "error")  # keys under which servers put wh
 async def data_of(chunks: AsyncIterator[bytes]) -> AsyncIterator[str]:
     """Yield the data of each event, `[DONE]` at last if it was sent.
 
-    Raise EndpointFailed with the server's own words for an error, and for a body that is no stream of events.
+    Raise EndpointFailed with the server's own words for an error, and for a body that is no stream
+    of events.
     """
     beginning, number = b"", 0
     fields: dict[str, str] = {}
@@ -68,11 +70,15 @@ def is_error(plain: dict[str, Any]) -> bool:
     """Return whether an event says that something went wrong, rather than what the answer is."""
     if plain.get("error") or plain.get("object") == "error":
         return True
-    return not plain.keys() & {"choices", "usage", "timings"} and any(plain.get(key) for key in WORDS)
+    return not plain.keys() & {"choices", "usage", "timings"} and any(
+        plain.get(key) for key in WORDS
+    )
 
 
 def words_of(plain: Any) -> str:
-    """Return the words of an error: a text, or an object or a list that holds it under one of the usual keys."""
+    """Return the words of an error: a text, or an object or a list that holds it under one of the
+    usual keys.
+    """
     if isinstance(plain, str):
         return in_brief(plain)
     if isinstance(plain, list) and plain:

@@ -1,9 +1,11 @@
-"""Write a checkpoint of Llama's architecture as a GGUF file, in the environment of llama.cpp's worker.
+"""Write a checkpoint of Llama's architecture as a GGUF file, in the environment of llama.cpp's
+worker.
 
     python gguf_file.py FOLDER FILE DTYPE
 
-Matrices get the dtype (float32, float16 or bfloat16), norms float32. The vocabulary names each token by its id, as
-"[17]", and none of them is special: prompts are token ids, and the run decides what ends a sequence.
+Matrices get the dtype (float32, float16 or bfloat16), norms float32. The vocabulary names each
+token by its id, as "[17]", and none of them is special: prompts are token ids, and the run decides
+what ends a sequence.
 """
 
 import json
@@ -27,10 +29,13 @@ def write(folder: Path, path: Path, dtype: str) -> None:
     for file in sorted(folder.glob("*.safetensors")):
         for name, tensor in SafetensorsLocal(file).tensors.items():
             raw = tensor.mmap_bytes()
-            weight = gguf.dequantize(raw, gguf.GGMLQuantizationType[tensor.dtype]).reshape(tensor.shape)
+            weight = gguf.dequantize(raw, gguf.GGMLQuantizationType[tensor.dtype]).reshape(
+                tensor.shape
+            )
             if name.endswith(("q_proj.weight", "k_proj.weight")):
                 weight = interleaved(
-                    weight, config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
+                    weight,
+                    config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"],
                 )
             own = kind if weight.ndim > 1 else gguf.GGMLQuantizationType.F32
             gguf_name = names.get_name(name, [".weight"])
@@ -55,11 +60,13 @@ def add_architecture(writer: gguf.GGUFWriter, config: dict) -> None:
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     writer.add_rope_dimension_count(head_dim)
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}  # as in magicdec/hugging_face.py
+    # As in magicdec/hugging_face.py.
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     writer.add_rope_freq_base(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(vocab)
-    writer.add_tokenizer_model("bert")  # of llama.cpp's kinds of vocabulary, the one that has no end by default
+    # Of llama.cpp's kinds of vocabulary, the one that has no end by default.
+    writer.add_tokenizer_model("bert")
     writer.add_token_list([f"[{token}]" for token in range(vocab)])
     writer.add_token_types([gguf.TokenType.NORMAL] * vocab)
 

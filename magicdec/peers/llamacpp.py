@@ -41,7 +41,9 @@ class LlamacppPeer(WorkerPeer, StartedServer):
         for key, model in config.models.items():
             for name in UNWRITTEN:
                 if getattr(model.architecture, name):
-                    raise UserError(f"{key}.name={model.name}: engine=llamacpp takes plain Llama, not {name}")
+                    raise UserError(
+                        f"{key}.name={model.name}: engine=llamacpp takes plain Llama, not {name}"
+                    )
         super().check(config)
 
     @override
@@ -59,12 +61,20 @@ class LlamacppPeer(WorkerPeer, StartedServer):
 
     @override
     def sampling(self) -> dict[str, Any]:
-        """Return fields of a request to llama.cpp's server: our order of samplers, and no others."""
+        """Return fields of a request to llama.cpp's server: our order of samplers, and no
+        others.
+        """
         sampling = self.spec.sampling
-        # The vocabulary of the GGUF file names tokens by their ids, and none of them ends a sequence.
+        # The vocabulary of the GGUF file names tokens by their ids, and none of them ends a
+        # sequence.
         stops = {"stop": [f"[{token}]" for token in self.spec.eos_token_ids]}
         if sampling.greedy:
             return stops | {"samplers": ["top_k"], "top_k": 1}
         top_k, top_p = sampling.top_k or 0, sampling.top_p or 1.0
         samplers = ["temperature", "top_k", "top_p"]
-        return stops | {"samplers": samplers, "temperature": sampling.temperature, "top_k": top_k, "top_p": top_p}
+        return stops | {
+            "samplers": samplers,
+            "temperature": sampling.temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+        }

@@ -1,4 +1,6 @@
-"""llama.cpp's server in a worker's process (see worker.py), or for requests under load (see server.py)."""
+"""llama.cpp's server in a worker's process (see worker.py), or for requests under load (see
+server.py).
+"""
 
 import http.client
 import json
@@ -23,13 +25,19 @@ TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
 def features() -> str:
-    """Return the instructions that llama.cpp was built with, and those of the processor that it was built without."""
+    """Return the instructions that llama.cpp was built with, and those of the processor that it was
+    built without.
+    """
     built = set(xllamacpp.get_system_info().replace("|", " ").split())
     with open("/proc/cpuinfo") as lines:
         flags = next((line.split() for line in lines if line.startswith("flags")), [])
-    with_, without = ([n for n in INSTRUCTIONS if (n in built) == wanted] for wanted in (True, False))
+    with_, without = (
+        [n for n in INSTRUCTIONS if (n in built) == wanted] for wanted in (True, False)
+    )
     left_out = [name for name in without if INSTRUCTIONS[name] in flags]
-    return " ".join(with_) + (f"; built without this processor's {' '.join(left_out)}" if left_out else "")
+    return " ".join(with_) + (
+        f"; built without this processor's {' '.join(left_out)}" if left_out else ""
+    )
 
 
 class Worker:
@@ -37,12 +45,23 @@ class Worker:
 
     version = f"{xllamacpp.__version__} ({features()})"
 
-    def __init__(self, target: str, dtype: str, rows: int, max_len: int, threads: int, port: int = 0, **speculation):
+    def __init__(
+        self,
+        target: str,
+        dtype: str,
+        rows: int,
+        max_len: int,
+        threads: int,
+        port: int = 0,
+        **speculation,
+    ):
         params = xllamacpp.CommonParams()
         params.model.path = target
         params.n_parallel, params.n_ctx = rows, rows * max_len
         params.kv_unified, params.fit_params, params.cache_ram_mib = False, False, 0
-        params.cache_type_k = params.cache_type_v = getattr(xllamacpp.ggml_type, f"GGML_TYPE_{TYPES[dtype]}")
+        params.cache_type_k = params.cache_type_v = getattr(
+            xllamacpp.ggml_type, f"GGML_TYPE_{TYPES[dtype]}"
+        )
         if dtype == "float32":  # flash attention converts K and V to float16, in every pass
             params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
         params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
@@ -55,10 +74,15 @@ class Worker:
 
     @staticmethod
     def _speculate(params, gamma: int, draft: str | None = None, ngram: int = 0) -> None:
-        """Propose gamma tokens a round by a draft, or after the last n-gram wherever it occurred before."""
+        """Propose gamma tokens a round by a draft, or after the last n-gram wherever it occurred
+        before.
+        """
         if draft is None:
             params.speculative.types = [kinds.COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE]
-            params.speculative.ngram_simple.size_n, params.speculative.ngram_simple.size_m = ngram, gamma
+            params.speculative.ngram_simple.size_n, params.speculative.ngram_simple.size_m = (
+                ngram,
+                gamma,
+            )
             return
         params.speculative.types = [kinds.COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE]
         drafts = params.speculative.draft
@@ -68,12 +92,16 @@ class Worker:
         drafts.cpuparams.n_threads = drafts.cpuparams_batch.n_threads = params.cpuparams.n_threads
 
     def generate(self, prompts: list, generate_len: int, seed: int, sampling: dict) -> dict:
-        """Decode the batch twice: up to its first tokens, and then from the cached prompts up to its last ones."""
+        """Decode the batch twice: up to its first tokens, and then from the cached prompts up to
+        its last ones.
+        """
         request = sampling | {"prompt": prompts, "seed": seed, "return_tokens": True}
         first = self._first(request | {"n_predict": 1, "cache_prompt": False}, len(prompts))
         with self._post(request | {"n_predict": generate_len, "cache_prompt": True}) as response:
             answer = json.load(response)
-        rows = sorted(answer, key=lambda row: row["index"]) if isinstance(answer, list) else [answer]
+        rows = (
+            sorted(answer, key=lambda row: row["index"]) if isinstance(answer, list) else [answer]
+        )
         tokens, timings = [row["tokens"] for row in rows], [row["timings"] for row in rows]
         accepted = sum(row.get("draft_n_accepted", 0) for row in timings)
         proposed = sum(row.get("draft_n", 0) for row in timings)
@@ -98,9 +126,13 @@ class Worker:
         return seconds
 
     def _post(self, request: dict) -> http.client.HTTPResponse:
-        """Send a request to the server. It takes several prompts at once, and its slots know the prompts they hold."""
+        """Send a request to the server. It takes several prompts at once, and its slots know the
+        prompts they hold.
+        """
         connection = http.client.HTTPConnection(self._address)
-        connection.request("POST", "/completion", json.dumps(request), {"Content-Type": "application/json"})
+        connection.request(
+            "POST", "/completion", json.dumps(request), {"Content-Type": "application/json"}
+        )
         response = connection.getresponse()
         if response.status != 200:
             raise RuntimeError(f"{response.status}: {response.read().decode()[:500]}")

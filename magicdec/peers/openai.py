@@ -1,4 +1,6 @@
-"""Any server with OpenAI's API, under load: vLLM, SGLang, TGI, TensorRT-LLM, llama.cpp's, OpenVINO's, or ours."""
+"""Any server with OpenAI's API, under load: vLLM, SGLang, TGI, TensorRT-LLM, llama.cpp's,
+OpenVINO's, or ours.
+"""
 
 import importlib.util
 import ipaddress
@@ -40,7 +42,9 @@ class OpenaiEngine(EngineConfig):
 
     @property
     def urls(self) -> dict[str, str]:
-        """Return the servers' addresses by key. That of a server alone becomes that of its API, /v1."""
+        """Return the servers' addresses by key. That of a server alone becomes that of its API,
+        /v1.
+        """
         named = {"engine.url": self.url, "engine.baseline_url": self.baseline_url}
         given = {key: url.rstrip("/") for key, url in named.items() if url is not None}
         return {key: url if urlsplit(url).path else f"{url}/v1" for key, url in given.items()}
@@ -60,11 +64,15 @@ class OpenaiServer(Servable):
         if importlib.util.find_spec("openai") is None:
             raise UserError(f"engine=openai needs OpenAI's client: {INSTALL}")
         if engine.url is None:
-            raise UserError("engine.url=null: give a server's address, as in engine.url=http://127.0.0.1:8000/v1")
+            raise UserError(
+                "engine.url=null: give a server's address, as in engine.url=http://127.0.0.1:8000/v1"
+            )
         for key, url in engine.urls.items():
             _check_url(key, url, engine.allow_remote)
         if engine.key_variable and not os.environ.get(engine.key_variable):
-            raise UserError(f"engine.key_variable={engine.key_variable}: the environment has no such variable")
+            raise UserError(
+                f"engine.key_variable={engine.key_variable}: the environment has no such variable"
+            )
 
     @classmethod
     @override
@@ -101,14 +109,20 @@ class OpenaiServer(Servable):
 
 
 def _check_url(key: str, url: str, allow_remote: bool) -> None:
-    """Raise UserError for an address that is none, holds a password, or is on another machine without permission."""
+    """Raise UserError for an address that is none, holds a password, or is on another machine
+    without permission.
+    """
     parts = urlsplit(url)
     if parts.username or parts.password:
-        raise UserError(f"{key}: a name or password in the address would be stored; use engine.key_variable")
+        raise UserError(
+            f"{key}: a name or password in the address would be stored; use engine.key_variable"
+        )
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
         raise UserError(f"{key}={url}: must be an address such as http://127.0.0.1:8000/v1")
     if not (allow_remote or is_loopback(url)):
-        raise UserError(f"{key}={url} is another machine, which gets all prompts; set engine.allow_remote=true")
+        raise UserError(
+            f"{key}={url} is another machine, which gets all prompts; set engine.allow_remote=true"
+        )
 
 
 def is_loopback(url: str) -> bool:

@@ -37,13 +37,24 @@ class OpenvinoPeer(WorkerPeer):
     def conversion(self, folder: str, made: Path) -> list[str]:
         """Export the tokenizer too, because a draft model needs it."""
         export = ["-m", "optimum.commands.optimum_cli", "export", "openvino", "--model", folder]
-        return [*export, "--task", "text-generation-with-past", "--weight-format", "fp32", str(made)]
+        return [
+            *export,
+            "--task",
+            "text-generation-with-past",
+            "--weight-format",
+            "fp32",
+            str(made),
+        ]
 
     @override
     def sampling(self) -> dict[str, Any]:
         """Return fields of OpenVINO's GenerationConfig."""
         sampling, ends = self.spec.sampling, self.spec.eos_token_ids
-        found: dict[str, Any] = {"do_sample": not sampling.greedy, "ignore_eos": not ends, "stop_token_ids": ends}
+        found: dict[str, Any] = {
+            "do_sample": not sampling.greedy,
+            "ignore_eos": not ends,
+            "stop_token_ids": ends,
+        }
         if not sampling.greedy:
             found |= {"temperature": sampling.temperature, "top_p": sampling.top_p or 1.0}
             found |= {"top_k": sampling.top_k} if sampling.top_k else {}

@@ -14,22 +14,33 @@ class Worker:
 
     version = f"{openvino_genai.__version__}"
 
-    def __init__(self, target: str, kv_type: str, rows: int, max_len: int, threads: int, **speculation):
+    def __init__(
+        self, target: str, kv_type: str, rows: int, max_len: int, threads: int, **speculation
+    ):
         scheduler = openvino_genai.SchedulerConfig()
         scheduler.max_num_seqs, scheduler.num_kv_blocks = rows, rows * (-(-max_len // BLOCK) + 1)
-        # All prompts are prefilled in one step: otherwise the first rows decode meanwhile, and neither could be timed.
+        # All prompts are prefilled in one step: otherwise the first rows decode meanwhile, and
+        # neither could be timed.
         scheduler.max_num_batched_tokens = rows * max_len
-        settings = {"INFERENCE_NUM_THREADS": threads, "INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": kv_type}
+        settings = {
+            "INFERENCE_NUM_THREADS": threads,
+            "INFERENCE_PRECISION_HINT": "f32",
+            "KV_CACHE_PRECISION": kv_type,
+        }
         options = dict(settings)
         self._speculation = {}
         if speculation:
             self._speculation = {"num_assistant_tokens": speculation["gamma"]}
             if "draft" in speculation:
-                options["draft_model"] = openvino_genai.draft_model(speculation["draft"], "CPU", **settings)
+                options["draft_model"] = openvino_genai.draft_model(
+                    speculation["draft"], "CPU", **settings
+                )
             else:
                 options["prompt_lookup"] = True
                 self._speculation["max_ngram_size"] = speculation["ngram"]
-        self._pipeline = openvino_genai.ContinuousBatchingPipeline(target, scheduler, "CPU", options)
+        self._pipeline = openvino_genai.ContinuousBatchingPipeline(
+            target, scheduler, "CPU", options
+        )
         self._requests = 0
 
     def generate(self, prompts: list, generate_len: int, seed: int, sampling: dict) -> dict:
@@ -48,13 +59,17 @@ class Worker:
         }
 
     def _run(self, prompts: list, max_tokens: int, seed: int, sampling: dict) -> list:
-        """Return the bursts of each row: seconds since the start, and the tokens that came at once."""
+        """Return the bursts of each row: seconds since the start, and the tokens that came at
+        once.
+        """
         start = time.perf_counter()
         handles = []
         for row, prompt in enumerate(prompts):
             options = sampling | self._speculation
             options["stop_token_ids"] = set(options["stop_token_ids"])
-            config = openvino_genai.GenerationConfig(max_new_tokens=max_tokens, rng_seed=seed + row, **options)
+            config = openvino_genai.GenerationConfig(
+                max_new_tokens=max_tokens, rng_seed=seed + row, **options
+            )
             ids = openvino.Tensor(np.array([prompt], dtype=np.int64))
             handles.append(self._pipeline.add_request(self._requests, ids, config))
             self._requests += 1
@@ -64,5 +79,7 @@ class Worker:
             now = time.perf_counter() - start
             for row, handle in enumerate(handles):
                 if handle.can_read():
-                    bursts[row].append((now, [t for out in handle.read().values() for t in out.generated_ids]))
+                    bursts[row].append(
+                        (now, [t for out in handle.read().values() for t in out.generated_ids])
+                    )
         return bursts

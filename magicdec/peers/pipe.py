@@ -1,4 +1,6 @@
-"""A worker's process behind a pipe: one line of JSON answers another, and every failure becomes a one-line error."""
+"""A worker's process behind a pipe: one line of JSON answers another, and every failure becomes a
+one-line error.
+"""
 
 import json
 import logging
@@ -27,7 +29,9 @@ class ImportFailed(Exception):
 
 
 class WorkerFailed(UserError):
-    """A worker that ended, did not answer in time or broke the protocol. The message ends with its last words."""
+    """A worker that ended, did not answer in time or broke the protocol. The message ends with its
+    last words.
+    """
 
     kind = "crashed"
 
@@ -35,7 +39,9 @@ class WorkerFailed(UserError):
 class WorkerProcess:
     """A worker's process, which answers each line of JSON with another within the time limit."""
 
-    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str], time_limit_s: float):
+    def __init__(
+        self, name: str, command: Sequence[str], environment: Mapping[str, str], time_limit_s: float
+    ):
         """Start it. Errors call it by `name`; the variables of `environment` are added to ours."""
         self._name, self._time_limit_s = name, time_limit_s
         self._process = subprocess.Popen(
@@ -46,10 +52,12 @@ class WorkerProcess:
             env=os.environ | environment,
             start_new_session=True,  # Ctrl-C is for this process, which ends the worker
         )
-        self._requests: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()  # None ends the thread
+        # None ends the thread.
+        self._requests: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[bytes] = queue.SimpleQueue()  # b"": its output has ended
         self._stderr_end = b""  # the end of its stderr
-        # On threads: neither a worker that reads nothing nor one that writes nothing, or too much, may block this one.
+        # On threads: neither a worker that reads nothing nor one that writes nothing, or too much,
+        # may block this one.
         threading.Thread(target=self._talk, daemon=True).start()
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
@@ -71,8 +79,8 @@ class WorkerProcess:
                 self._stderr_end = (self._stderr_end + piece)[-TAIL:]
 
     def ask(self, request: Mapping[str, Any], kind: type[T]) -> T:
-        """Return the answer as a typed object. Raise WorkerFailed if there is none, and ImportFailed if the engine
-        cannot be imported.
+        """Return the answer as a typed object. Raise WorkerFailed if there is none, and
+        ImportFailed if the engine cannot be imported.
         """
         try:
             self._requests.put((json.dumps(request) + "\n").encode())
@@ -98,10 +106,16 @@ class WorkerProcess:
         except (ValueError, RecursionError):
             answer = None
         if not isinstance(answer, dict):
-            raise self.failure(f"answered {line[:80].decode(errors='replace')!r}, which is no JSON object")
+            raise self.failure(
+                f"answered {line[:80].decode(errors='replace')!r}, which is no JSON object"
+            )
         if "error" in answer:
             reason = in_brief(str(answer["error"]))
-            raise ImportFailed(reason) if answer.get("kind") == "import" else self.failure(f"failed: {reason}")
+            raise (
+                ImportFailed(reason)
+                if answer.get("kind") == "import"
+                else self.failure(f"failed: {reason}")
+            )
         try:
             return parse(kind, answer, where="its answer")
         except UserError as error:
@@ -122,7 +136,9 @@ class WorkerProcess:
 
 
 def failed(what: str, output: bytes) -> WorkerFailed:
-    """Return the error of a program, with the last line of its output. The end of its output is logged."""
+    """Return the error of a program, with the last line of its output. The end of its output is
+    logged.
+    """
     words = last_words(output)
     if words:
         log.info("%s; the end of its output:\n%s", what, output.decode(errors="replace"))

@@ -1,4 +1,6 @@
-"""Peers in a worker process (worker.py), each in an environment of its own that `engine.python` names."""
+"""Peers in a worker process (worker.py), each in an environment of its own that `engine.python`
+names.
+"""
 
 import os
 import subprocess
@@ -75,7 +77,9 @@ class WorkerEngine(EngineConfig):
 
 
 class WorkerPeer(Peer):
-    """An engine in one worker at a time: each way of decoding, speculating or not, loads its own."""
+    """An engine in one worker at a time: each way of decoding, speculating or not, loads its
+    own.
+    """
 
     name: ClassVar[str]  # as in engine=vllm
     title: ClassVar[str]  # how messages call the engine
@@ -95,17 +99,23 @@ class WorkerPeer(Peer):
         """Return how to make the environment, for messages."""
         venv = f"{cls.name}-venv"
         return (
-            f"make one with 'python -m venv {venv} && {venv}/bin/pip install {cls.packages}' (see docs/peers.md), "
-            f"then set engine.python={venv}/bin/python or {cls.variable()}"
+            f"make one with 'python -m venv {venv} && {venv}/bin/pip install {cls.packages}' (see"
+            f" docs/peers.md), then set engine.python={venv}/bin/python or {cls.variable()}"
         )
 
     @classmethod
     def python(cls, engine: WorkerEngine) -> str:
-        """Return the Python that the configuration or the variable names. Raise UserError if there is none."""
+        """Return the Python that the configuration or the variable names. Raise UserError if there
+        is none.
+        """
         chosen = engine.python or os.environ.get(cls.variable())
         if not chosen:
-            raise UserError(f"engine.python=null: engine={cls.name} needs an environment of its own; {cls.install()}")
-        path = os.path.abspath(os.path.expanduser(chosen))  # not resolved: a venv's Python is a link
+            raise UserError(
+                f"engine.python=null: engine={cls.name} needs an environment of its own;"
+                f" {cls.install()}"
+            )
+        # Not resolved: a venv's Python is a link.
+        path = os.path.abspath(os.path.expanduser(chosen))
         if not os.access(path, os.X_OK):
             raise UserError(f"engine.python={chosen}: no such program; {cls.install()}")
         return path
@@ -117,9 +127,15 @@ class WorkerPeer(Peer):
         assert isinstance(config.engine, WorkerEngine)
         engine, hardware = config.engine, config.hardware
         if cls.cpu_only and hardware.device != "cpu":
-            raise UserError(f"hardware.device={hardware.device}: engine={cls.name} runs on CPUs here; use hardware=cpu")
+            raise UserError(
+                f"hardware.device={hardware.device}: engine={cls.name} runs on CPUs here; use"
+                " hardware=cpu"
+            )
         if hardware.dtype not in cls.dtypes:
-            raise UserError(f"hardware.dtype={hardware.dtype}: engine={cls.name} takes {', '.join(cls.dtypes)} here")
+            raise UserError(
+                f"hardware.dtype={hardware.dtype}: engine={cls.name} takes {', '.join(cls.dtypes)}"
+                " here"
+            )
         cls.installed(engine)
 
     @classmethod
@@ -130,13 +146,21 @@ class WorkerPeer(Peer):
         python = cls.python(engine)
         with suppress(subprocess.SubprocessError, OSError):
             command = [python, "-I", "-c", PROBE, *cls.modules]
-            return subprocess.run(command, capture_output=True, text=True, timeout=PROBE_S, check=True).stdout.strip()
+            return subprocess.run(
+                command, capture_output=True, text=True, timeout=PROBE_S, check=True
+            ).stdout.strip()
         missing = " or ".join((cls.title, *cls.modules[1:]))
-        raise UserError(f"engine.python={python}: {missing} is not installed there; {cls.install()}")
+        raise UserError(
+            f"engine.python={python}: {missing} is not installed there; {cls.install()}"
+        )
 
     def __init__(self, spec: PeerSpec):
         assert isinstance(spec.engine, WorkerEngine)
-        self.spec, self._python, self._time_limit_s = spec, self.python(spec.engine), spec.engine.time_limit_s
+        self.spec, self._python, self._time_limit_s = (
+            spec,
+            self.python(spec.engine),
+            spec.engine.time_limit_s,
+        )
         self._worker: WorkerProcess | None = None
         self._speculative = False
         self._peak = 0
@@ -146,9 +170,15 @@ class WorkerPeer(Peer):
         """Return the arguments of the worker's class."""
 
     def converted_options(self, speculative: bool, suffix: str) -> dict[str, Any]:
-        """Return the options that engines on CPUs share, with checkpoints in the engine's own format."""
+        """Return the options that engines on CPUs share, with checkpoints in the engine's own
+        format.
+        """
         spec = self.spec
-        options = {"target": str(self.converted(spec.target, suffix)), "rows": spec.num_rows, "max_len": spec.max_len}
+        options = {
+            "target": str(self.converted(spec.target, suffix)),
+            "rows": spec.num_rows,
+            "max_len": spec.max_len,
+        }
         options["threads"] = torch.get_num_threads()
         if not speculative:
             return options
@@ -162,7 +192,9 @@ class WorkerPeer(Peer):
         """Return the worker's settings of a request."""
 
     def environment(self) -> dict[str, str]:
-        """Return environment variables for the worker: our number of threads. How they wait is inherited."""
+        """Return environment variables for the worker: our number of threads. How they wait is
+        inherited.
+        """
         return {"OMP_NUM_THREADS": str(torch.get_num_threads())}
 
     @override
@@ -172,22 +204,37 @@ class WorkerPeer(Peer):
         if self._worker is None or self._speculative != speculative:
             self.close()
             options = self.options(speculative)
-            command = [self._python, "-I", str(MAIN), str(HERE / self.worker)]  # -I: our path must not reach it
-            self._worker = WorkerProcess(f"engine.name={self.name}", command, self.environment(), self._time_limit_s)
+            # -I: our path must not reach it.
+            command = [self._python, "-I", str(MAIN), str(HERE / self.worker)]
+            self._worker = WorkerProcess(
+                f"engine.name={self.name}", command, self.environment(), self._time_limit_s
+            )
             self._speculative = speculative
             try:
                 self._version = self._worker.ask(options, Loaded).version
             except ImportFailed as error:
                 reason = f"{self.title} cannot be imported ({error})"
-                raise UserError(f"engine.python={self._python}: {reason}; {self.install()}") from None
+                raise UserError(
+                    f"engine.python={self._python}: {reason}; {self.install()}"
+                ) from None
         seed = self.spec.sampling.seed + first
-        request = {"prompts": prompts, "generate_len": generate_len, "seed": seed, "sampling": self.sampling()}
+        request = {
+            "prompts": prompts,
+            "generate_len": generate_len,
+            "seed": seed,
+            "sampling": self.sampling(),
+        }
         answer = self._worker.ask(request, Decoded)
         if len(answer.tokens) != len(prompts):
-            raise self._worker.failure(f"broke the protocol: it decoded {len(answer.tokens)} rows, not {len(prompts)}")
+            raise self._worker.failure(
+                f"broke the protocol: it decoded {len(answer.tokens)} rows, not {len(prompts)}"
+            )
         shortest = min(map(len, answer.tokens))
         if shortest < generate_len and not self.spec.eos_token_ids:
-            cut_short = f"it cut a row short, at {shortest} of {generate_len} tokens, and no token ends a sequence"
+            cut_short = (
+                f"it cut a row short, at {shortest} of {generate_len} tokens, and no token ends a"
+                " sequence"
+            )
             raise self._worker.failure(f"broke the protocol: {cut_short}")
         self._peak = max(self._peak, answer.peak_bytes)
         rows = zip(answer.first, answer.decode, answer.tokens, strict=True)
@@ -199,18 +246,28 @@ class WorkerPeer(Peer):
 
     def converted(self, folder: str, suffix: str) -> Path:
         """Return a checkpoint in the engine's own format, which is kept for the next run."""
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "magicdec", "converted")
+        cache = Path(
+            os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "magicdec", "converted"
+        )
         kept = cache / f"{checkpoint.fingerprint(Path(folder))}-{self.spec.hardware.dtype}{suffix}"
         if kept.exists():
             return kept
-        to_stderr(f"converting {folder} for {self.title} ({self.spec.hardware.dtype}), once, into {kept}")
+        to_stderr(
+            f"converting {folder} for {self.title} ({self.spec.hardware.dtype}), once, into {kept}"
+        )
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache) as temporary:
             made = Path(temporary, kept.name)
             environment = os.environ | {"HF_HUB_OFFLINE": "1"}
             command = [self._python, "-I", *self.conversion(folder, made)]
             try:
-                subprocess.run(command, capture_output=True, env=environment, timeout=self._time_limit_s, check=True)
+                subprocess.run(
+                    command,
+                    capture_output=True,
+                    env=environment,
+                    timeout=self._time_limit_s,
+                    check=True,
+                )
             except subprocess.TimeoutExpired:
                 reason = f"it took more than engine.time_limit_s={self._time_limit_s:g} seconds"
             except subprocess.CalledProcessError as error:

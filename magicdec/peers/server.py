@@ -25,7 +25,8 @@ from magicdec.units import WAYS
 
 SUPERVISOR = Path(__file__).with_name("supervisor.py")
 POLL_S, END_S = 0.2, 10.0
-DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # not by the proxies of the environment
+# Not by the proxies of the environment.
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class StartedServer(Servable):
@@ -50,7 +51,11 @@ class StartedServer(Servable):
     @override
     async def serving(self, way: str) -> AsyncIterator[Address]:
         assert isinstance(self.spec.engine, WorkerEngine)
-        port, name, time_limit_s = free_port(), f"engine.name={self.name}", self.spec.engine.time_limit_s
+        port, name, time_limit_s = (
+            free_port(),
+            f"engine.name={self.name}",
+            self.spec.engine.time_limit_s,
+        )
         command = await asyncio.to_thread(self.server, way == "speculative", port)
         async with running(name, command, self.environment(), port, time_limit_s):
             url = f"http://127.0.0.1:{port}/v1"
@@ -65,18 +70,28 @@ def free_port() -> int:
 
 
 def as_arguments(options: Mapping[str, Any]) -> list[str]:
-    """Return options as command line arguments, as in --max-model-len 128; a flag that is false is left out."""
+    """Return options as command line arguments, as in --max-model-len 128; a flag that is false is
+    left out.
+    """
     found = []
     for name, value in options.items():
         if value is not False:
-            text = [] if value is True else [json.dumps(value) if isinstance(value, dict) else str(value)]
+            text = (
+                []
+                if value is True
+                else [json.dumps(value) if isinstance(value, dict) else str(value)]
+            )
             found += [f"--{name.replace('_', '-')}", *text]
     return found
 
 
 @asynccontextmanager
 async def running(
-    name: str, command: Sequence[str], environment: Mapping[str, str], port: int, time_limit_s: float
+    name: str,
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    port: int,
+    time_limit_s: float,
 ) -> AsyncIterator[None]:
     """Run a server, from when it answers /health until the block ends. Errors call it by `name`."""
     with tempfile.TemporaryFile() as output:

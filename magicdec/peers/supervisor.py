@@ -1,4 +1,5 @@
-"""Run a program until our input ends, which it does when the process that started us ends, even if it is killed.
+"""Run a program until our input ends, which it does when the process that started us ends, even if
+it is killed.
 
     python -I supervisor.py PROGRAM ARGUMENTS...
 

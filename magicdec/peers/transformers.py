@@ -1,7 +1,7 @@
 """Hugging Face transformers as a peer: the same checkpoint and prompts through `generate`.
 
-Its speculation (assisted generation with a model, prompt lookup, early exit) takes one row at a time and a dynamic
-cache. B rows, S tokens of the longest prompt.
+Its speculation (assisted generation with a model, prompt lookup, early exit) takes one row at a
+time and a dynamic cache. B rows, S tokens of the longest prompt.
 """
 
 from typing import Any, Literal
@@ -35,7 +35,9 @@ from magicdec.rules import STRICT
 
 
 class Bursts(StoppingCriteria):
-    """The times at which `generate` emits tokens: one a row or, speculating, several. It is never stopped."""
+    """The times at which `generate` emits tokens: one a row or, speculating, several. It is never
+    stopped.
+    """
 
     def __init__(self, device: torch.device):
         self._clock, self._width = Clock(device), 0
@@ -55,7 +57,9 @@ class Bursts(StoppingCriteria):
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
     def watch(self, _module: Any, _args: Any, inputs: dict[str, Any]) -> None:
-        """Record the width of a pass. With early exit the target drafts too; its verification is the last pass."""
+        """Record the width of a pass. With early exit the target drafts too; its verification is
+        the last pass.
+        """
         self._width = inputs["input_ids"].shape[1]
 
     @property
@@ -82,7 +86,9 @@ class TransformersPeer(Peer):
     @override
     def check(cls, config: Config) -> None:
         if config.hardware.compile and config.hardware.device == "cpu":
-            raise UserError("hardware.compile=true: engine=transformers compiles on GPUs only; set it to false")
+            raise UserError(
+                "hardware.compile=true: engine=transformers compiles on GPUs only; set it to false"
+            )
 
     @classmethod
     @override
@@ -93,7 +99,8 @@ class TransformersPeer(Peer):
         assert isinstance(spec.engine, TransformersEngine)
         quiet_torchao()  # which transformers imports where it is installed
         transformers.utils.logging.disable_progress_bar()
-        transformers.utils.logging.set_verbosity_error()  # assisted generation warns of what it does itself
+        # Assisted generation warns of what it does itself.
+        transformers.utils.logging.set_verbosity_error()
         torch.backends.cuda.matmul.allow_tf32 = False  # fp32 means fp32
         self.spec, self._kv_cache = spec, spec.engine.kv_cache
         self._device = torch.device(spec.hardware.device)
@@ -102,8 +109,12 @@ class TransformersPeer(Peer):
         self.assistant = self._load(spec.draft_folder) if spec.draft_folder else None
 
     def _load(self, folder: str) -> Any:
-        """Load a model that proposes gamma tokens in every round, in place of the checkpoint's own settings."""
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, self.spec.hardware.dtype))
+        """Load a model that proposes gamma tokens in every round, in place of the checkpoint's own
+        settings.
+        """
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=getattr(torch, self.spec.hardware.dtype)
+        )
         model.generation_config = GenerationConfig(
             num_assistant_tokens=self.spec.gamma or None,
             num_assistant_tokens_schedule="constant",
@@ -118,10 +129,18 @@ class TransformersPeer(Peer):
     ) -> PeerGeneration:
         # Shorter prompts are padded on the left.
         width = max(map(len, prompts))
-        tokens_BS = torch.tensor([[0] * (width - len(row)) + row for row in prompts], device=self._device)
-        mask_BS = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in prompts], device=self._device)
+        tokens_BS = torch.tensor(
+            [[0] * (width - len(row)) + row for row in prompts], device=self._device
+        )
+        mask_BS = torch.tensor(
+            [[0] * (width - len(row)) + [1] * len(row) for row in prompts], device=self._device
+        )
         bursts = Bursts(self._device)
-        watched = self.target.register_forward_pre_hook(bursts.watch, with_kwargs=True) if speculative else None
+        watched = (
+            self.target.register_forward_pre_hook(bursts.watch, with_kwargs=True)
+            if speculative
+            else None
+        )
         torch.manual_seed(self.spec.sampling.seed + first)
         bursts.start()
         out_BS = self.target.generate(
@@ -147,16 +166,24 @@ class TransformersPeer(Peer):
         spec, sampling = self.spec, self.spec.sampling
         options: dict[str, Any] = {}
         if not sampling.greedy:
-            options |= {"temperature": sampling.temperature, "top_k": sampling.top_k or 0, "top_p": sampling.top_p or 1}
+            options |= {
+                "temperature": sampling.temperature,
+                "top_k": sampling.top_k or 0,
+                "top_p": sampling.top_p or 1,
+            }
         if speculative and isinstance(spec.draft, PromptLookup):
-            options |= {"prompt_lookup_num_tokens": spec.gamma, "max_matching_ngram_size": spec.draft.max_ngram}
+            options |= {
+                "prompt_lookup_num_tokens": spec.gamma,
+                "max_matching_ngram_size": spec.draft.max_ngram,
+            }
         if speculative and isinstance(spec.draft, LayerSkip):
             options["assistant_early_exit"] = spec.draft.num_layers
         return GenerationConfig(
             max_new_tokens=generate_len,
             do_sample=not sampling.greedy,
             eos_token_id=list(spec.eos_token_ids) or None,
-            # An assistant masks what looks like padding, even where the mask keeps it: no prompt may hold this token.
+            # An assistant masks what looks like padding, even where the mask keeps it: no prompt
+            # may hold this token.
             pad_token_id=self.target.config.vocab_size if speculative else 0,
             disable_compile=not spec.hardware.compile,
             **options,
@@ -168,7 +195,9 @@ class TransformersPeer(Peer):
         return row[: next(ends, len(row))]
 
     def _counts(self, bursts: Bursts, width: int, generate_len: int) -> Counts:
-        """Count the proposals of the only row. Rounds near the limit, which propose fewer tokens, are left out."""
+        """Count the proposals of the only row. Rounds near the limit, which propose fewer tokens,
+        are left out.
+        """
         counts, length = Counts(), width
         for after, passed in zip(bursts.lengths, bursts.widths, strict=True):
             proposed = passed - (width if length == width else 1)
@@ -190,10 +219,14 @@ class TransformersPeer(Peer):
 
 
 def _times(bursts: Bursts, width: int, rows: list[list[int]]) -> list[RowTimes]:
-    """Time each row to the burst with its last token. The tokens of the first burst belong to the prefill."""
+    """Time each row to the burst with its last token. The tokens of the first burst belong to the
+    prefill.
+    """
     emitted, seconds = [length - width for length in bursts.lengths], bursts.seconds
     times = []
     for row in rows:
         last = next(i for i, count in enumerate(emitted) if count >= len(row))
-        times.append(RowTimes(seconds[0], seconds[last] - seconds[0], max(0, len(row) - emitted[0])))
+        times.append(
+            RowTimes(seconds[0], seconds[last] - seconds[0], max(0, len(row) - emitted[0]))
+        )
     return times

@@ -20,11 +20,14 @@ BLOCK = 128  # tokens of a block of its KV cache, at most
 PRELOADED = ("lib/python*/site-packages/vllm/libs/libtcmalloc_minimal*.so*", "lib/libiomp5.so")
 
 
-# Its methods of speculation, by the draft that stands for each: what proposes tokens, and where it comes from.
+# Its methods of speculation, by the draft that stands for each: what proposes tokens, and where it
+# comes from.
 METHODS = {
-    "model": ("draft_model", "eagle", "dflash", "dspark"),  # a checkpoint: a model, or trained for the target
+    # A checkpoint: a model, or trained for the target.
+    "model": ("draft_model", "eagle", "dflash", "dspark"),
     "eagle3": ("eagle3",),
-    "ngram": ("ngram", "suffix"),  # the text so far; suffix also learns from earlier answers (arctic-inference)
+    # The text so far; suffix also learns from earlier answers (arctic-inference).
+    "ngram": ("ngram", "suffix"),
     "self": ("mtp",),  # layers of the target that were trained to propose
 }
 
@@ -34,7 +37,9 @@ class VllmEngine(WorkerEngine):
     """vLLM."""
 
     name: str = "vllm"
-    method: Literal["auto", "draft_model", "eagle", "eagle3", "dflash", "dspark", "ngram", "suffix", "mtp"] = "auto"
+    method: Literal[
+        "auto", "draft_model", "eagle", "eagle3", "dflash", "dspark", "ngram", "suffix", "mtp"
+    ] = "auto"
     drafts = tuple(METHODS)
     scenarios = ("compare", "serve")
     parallel = True
@@ -45,12 +50,16 @@ class VllmEngine(WorkerEngine):
             return METHODS[draft][0]
         needed = next(name for name, methods in METHODS.items() if self.method in methods)
         if needed != draft:
-            raise UserError(f"engine.method={self.method} goes with draft={needed}, not with draft={draft}")
+            raise UserError(
+                f"engine.method={self.method} goes with draft={needed}, not with draft={draft}"
+            )
         return self.method
 
 
 def _check_reach(config: Config) -> None:
-    """Raise UserError where rows outgrow a head: from then on vLLM proposes nothing, without a word."""
+    """Raise UserError where rows outgrow a head: from then on vLLM proposes nothing, without a
+    word.
+    """
     head, batch = config.draft.own_model, config.batch
     if not isinstance(head, HeadConfig):
         return
@@ -59,14 +68,16 @@ def _check_reach(config: Config) -> None:
         given = f"batch.context_len={batch.context_len}"
         limit = f"its max_position_embeddings={head.max_position_embeddings}"
         raise UserError(
-            f"{given}: vLLM lets a head propose nothing beyond {limit}; with {batch.generate_len} new tokens, "
-            f"choose batch.context_len={reach} or less"
+            f"{given}: vLLM lets a head propose nothing beyond {limit}; with {batch.generate_len}"
+            f" new tokens, choose batch.context_len={reach} or less"
         )
 
 
 @ENGINES.register(VllmEngine)
 class VllmPeer(WorkerPeer, StartedServer):
-    """vLLM: its engine either speculates or does not, so that each way has its own worker or server."""
+    """vLLM: its engine either speculates or does not, so that each way has its own worker or
+    server.
+    """
 
     name, title, worker, modules, packages = "vllm", "vLLM", "vllm_worker.py", ("vllm",), "vllm"
 
@@ -81,8 +92,15 @@ class VllmPeer(WorkerPeer, StartedServer):
 
     @override
     def server(self, speculative: bool, port: int) -> list[str]:
-        options = self.options(speculative) | {"port": port, "host": "127.0.0.1", "generation_config": "vllm"}
-        options |= {"tensor_parallel_size": self.spec.hardware.tensor_parallel, "no_enable_prefix_caching": True}
+        options = self.options(speculative) | {
+            "port": port,
+            "host": "127.0.0.1",
+            "generation_config": "vllm",
+        }
+        options |= {
+            "tensor_parallel_size": self.spec.hardware.tensor_parallel,
+            "no_enable_prefix_caching": True,
+        }
         return [self._python, "-m", "vllm.entrypoints.openai.api_server", *as_arguments(options)]
 
     @override
@@ -98,7 +116,9 @@ class VllmPeer(WorkerPeer, StartedServer):
             "dtype": spec.hardware.dtype,
             "max_model_len": spec.max_len,
             "max_num_seqs": spec.num_rows,
-            "kv_cache_memory_bytes": (spec.num_rows * tokens_per_row + BLOCK) * spec.kv_bytes_per_token // ranks,
+            "kv_cache_memory_bytes": (
+                (spec.num_rows * tokens_per_row + BLOCK) * spec.kv_bytes_per_token // ranks
+            ),
             "seed": spec.sampling.seed,
             "enforce_eager": not (spec.hardware.compile or spec.hardware.captures),
         }
@@ -125,7 +145,9 @@ class VllmPeer(WorkerPeer, StartedServer):
 
     @override
     def environment(self) -> dict[str, str]:
-        """Return environment variables: no second process and, on a CPU, the libraries to preload."""
+        """Return environment variables: no second process and, on a CPU, the libraries to
+        preload.
+        """
         found = super().environment() | {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_NO_USAGE_STATS": "1",
@@ -133,4 +155,8 @@ class VllmPeer(WorkerPeer, StartedServer):
         }
         root = Path(self._python).parents[1]
         libraries = [str(path) for pattern in PRELOADED for path in sorted(root.glob(pattern))[:1]]
-        return found | ({"LD_PRELOAD": ":".join(libraries)} if libraries and self.spec.hardware.device == "cpu" else {})
+        return found | (
+            {"LD_PRELOAD": ":".join(libraries)}
+            if libraries and self.spec.hardware.device == "cpu"
+            else {}
+        )

@@ -19,12 +19,16 @@ class Worker:
         )
 
     def generate(self, prompts: list, generate_len: int, seed: int, sampling: dict) -> dict:
-        """Decode the batch twice: up to its first tokens, and then from the cached prompts up to its last ones.
+        """Decode the batch twice: up to its first tokens, and then from the cached prompts up to
+        its last ones.
 
-        In one pass the first rows would decode while others are prefilled, and neither could be timed.
+        In one pass the first rows would decode while others are prefilled, and neither could be
+        timed.
         """
         self._llm.reset_prefix_cache()
-        first = [request.metrics.first_token_latency for request in self._run(prompts, 1, seed, sampling)]
+        first = [
+            request.metrics.first_token_latency for request in self._run(prompts, 1, seed, sampling)
+        ]
         before = self._counts()
         requests = self._run(prompts, generate_len, seed, sampling)
         counts = {name: now - before.get(name, 0) for name, now in self._counts().items()}
@@ -32,7 +36,10 @@ class Worker:
         found = {
             "tokens": [list(request.outputs[0].token_ids) for request in requests],
             "first": first,
-            "decode": [request.metrics.last_token_ts - request.metrics.first_token_ts for request in requests],
+            "decode": [
+                request.metrics.last_token_ts - request.metrics.first_token_ts
+                for request in requests
+            ],
             "rounds": counts.get("num_drafts", 0),
             "proposed": counts.get("num_draft_tokens", 0),
             "accepted": [counts[position] for position in positions],
@@ -46,10 +53,14 @@ class Worker:
             SamplingParams(max_tokens=max_tokens, seed=seed + row, detokenize=False, **sampling)
             for row in range(len(prompts))
         ]
-        return self._llm.generate([{"prompt_token_ids": row} for row in prompts], each, use_tqdm=False)
+        return self._llm.generate(
+            [{"prompt_token_ids": row} for row in prompts], each, use_tqdm=False
+        )
 
     def _counts(self) -> dict:
-        """Return vLLM's counters of speculation so far. Keys that are numbers are positions, with accepted tokens."""
+        """Return vLLM's counters of speculation so far. Keys that are numbers are positions, with
+        accepted tokens.
+        """
         prefix = "vllm:spec_decode_"
         counts: dict = {}
         for metric in self._llm.get_metrics():

@@ -2,10 +2,11 @@
 
     python -I worker.py FILE
 
-runs the class Worker of a file, in an environment that has the engine and need not have magicdec: nothing of it is
-imported here or there. The first line holds the arguments of Worker, which loads the models; the answer is {"version"}.
-Every later line is a batch, the arguments of Worker.generate; the answer is what it returns, and {"peak_bytes"}. After
-an error the answer is {"error"}, and the process ends. It also ends with its input.
+runs the class Worker of a file, in an environment that has the engine and need not have magicdec:
+nothing of it is imported here or there. The first line holds the arguments of Worker, which loads
+the models; the answer is {"version"}. Every later line is a batch, the arguments of
+Worker.generate; the answer is what it returns, and {"peak_bytes"}. After an error the answer is
+{"error"}, and the process ends. It also ends with its input.
 """
 
 import json
@@ -23,7 +24,9 @@ def status_bytes(field: str) -> int:
 
 
 def listen(requests: queue.Queue) -> None:
-    """Queue the lines of the input. Exit when it ends, because nobody reads the answers any more."""
+    """Queue the lines of the input. Exit when it ends, because nobody reads the answers any
+    more.
+    """
     for line in sys.stdin:
         requests.put(json.loads(line))
     os._exit(0)
@@ -37,7 +40,8 @@ def serve(requests: queue.Queue, answer) -> None:
     answer({"version": worker.version})
     while True:
         found = worker.generate(**requests.get())
-        peak_bytes = status_bytes("VmHWM") - status_bytes("RssFile") - before  # mapped files do not count
+        # Mapped files do not count.
+        peak_bytes = status_bytes("VmHWM") - status_bytes("RssFile") - before
         answer({"peak_bytes": peak_bytes, "unplaced": 0} | found)
 
 

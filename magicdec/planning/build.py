@@ -28,14 +28,19 @@ def engine(plan: Plan, progress: Progress) -> NativeEngine:
     torch.backends.cuda.matmul.allow_tf32 = False  # fp32 means fp32
     name = plan.config.attention
     log.info(plan.reasons)
-    if any(obstacle in plan.reasons for obstacle in (*library.OBSTACLES, toolchain.NEEDS_C, "hardware.compile=false")):
+    if any(
+        obstacle in plan.reasons
+        for obstacle in (*library.OBSTACLES, toolchain.NEEDS_C, "hardware.compile=false")
+    ):
         to_stderr(f"warning: {plan.reasons}; decoding is slower without it")
     with progress.task(f"attention={name}", total=1) as task:  # cpp is compiled at its first use
         attention = BACKENDS[name].work()
         task.advance(1)
 
     def load(model: Model) -> Transformer:
-        return shared.SHARED.model(shared.model_key(plan, model), lambda: _load(model, plan, attention, progress))
+        return shared.SHARED.model(
+            shared.model_key(plan, model), lambda: _load(model, plan, attention, progress)
+        )
 
     return assembled(plan, load)
 
@@ -49,9 +54,14 @@ def assembled(plan: Plan, load: Callable[[Model], Transformer]) -> NativeEngine:
 
 
 def prompts(
-    plan: Plan, tokenizer: object | None, num_rows: int | None = None, context_len: int | None = None
+    plan: Plan,
+    tokenizer: object | None,
+    num_rows: int | None = None,
+    context_len: int | None = None,
 ) -> Prompts:
-    """Return prompts as token ids: by default as many and as long as all batches of the run need."""
+    """Return prompts as token ids: by default as many and as long as all batches of the run
+    need.
+    """
     c = plan.config
     request = PromptRequest(
         num_rows=int(c.batch.size) * c.batch.num_batches if num_rows is None else num_rows,
@@ -73,15 +83,19 @@ def tokenizer(plan: Plan) -> object | None:
         return None
     if plan.target.folder is None:
         raise UserError(
-            f"data={plan.config.data.name} needs the target's tokenizer, and target.weights=random loads none; "
-            "use data=random"
+            f"data={plan.config.data.name} needs the target's tokenizer, and target.weights=random"
+            " loads none; use data=random"
         )
     folder = plan.target.folder
-    return shared.SHARED.fact(("tokenizer", folder, plan.target.fingerprint), lambda: load_tokenizer(folder))
+    return shared.SHARED.fact(
+        ("tokenizer", folder, plan.target.fingerprint), lambda: load_tokenizer(folder)
+    )
 
 
 def without_weights(model: Model, plan: Plan, attention: Attention, part: Share) -> Transformer:
-    """Return a share of a model, on the meta device: its weights have a shape and a type but no storage."""
+    """Return a share of a model, on the meta device: its weights have a shape and a type but no
+    storage.
+    """
     config = part.config(model.config)
     kind: Any = Transformer
     if config.is_head:
@@ -97,7 +111,9 @@ def without_weights(model: Model, plan: Plan, attention: Attention, part: Share)
 
 
 def _load(model: Model, plan: Plan, attention: Attention, progress: Progress) -> Transformer:
-    """Load this rank's share of a model onto its device. Random weights are made there, in the run's dtype."""
+    """Load this rank's share of a model onto its device. Random weights are made there, in the
+    run's dtype.
+    """
     part = share(model.num_ranks, plan.config.hardware.all_reduce, plan.device)
     transformer = without_weights(model, plan, attention, part)
     if model.folder is None:
@@ -118,7 +134,9 @@ def _load(model: Model, plan: Plan, attention: Attention, progress: Progress) ->
     return transformer.requires_grad_(False)
 
 
-def _draft_model(plan: Plan, target: Transformer, load: Callable[[Model], Transformer]) -> Transformer | None:
+def _draft_model(
+    plan: Plan, target: Transformer, load: Callable[[Model], Transformer]
+) -> Transformer | None:
     """Return the draft's model; None if that is the target itself, or if there is none."""
     draft = plan.config.draft
     model = load(plan.draft) if plan.draft else None

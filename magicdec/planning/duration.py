@@ -25,7 +25,8 @@ _prefilled: set[Hashable] = set()  # prefills of the runs that this process has 
 
 
 def seconds(plan: Plan, attempts: Iterable[Mapping[str, Any]]) -> float | None:
-    """Return how long a run will take: the median of its finished attempts, else a prediction, else None.
+    """Return how long a run will take: the median of its finished attempts, else a prediction, else
+    None.
 
     A prefill that an earlier run shares takes no time.
     """
@@ -45,24 +46,31 @@ def seconds(plan: Plan, attempts: Iterable[Mapping[str, Any]]) -> float | None:
 
 
 def _earlier(attempts: Iterable[Mapping[str, Any]]) -> float | None:
-    known = [one["duration_s"] for one in attempts if one.get("status") == "done" and "duration_s" in one]
+    known = [
+        one["duration_s"] for one in attempts if one.get("status") == "done" and "duration_s" in one
+    ]
     return median(known) if known else None
 
 
 def predicted_seconds(plan: Plan) -> tuple[float, float]:
-    """Predict the seconds of all prefills, and those of all repeats both ways. Raise UserError without a cost model.
+    """Predict the seconds of all prefills, and those of all repeats both ways. Raise UserError
+    without a cost model.
 
     Loading, the audit and the profile are left out.
     """
     config = plan.config
     if not config.speculates:  # ngram reads no more than the target
         plan = replace(plan, config=replace(config, draft=DRAFTS["ngram"].facts()))
-    bandwidth, rate = (None, None) if device_in(plan.device_name) else _measured(plan.device, plan.dtype)
+    bandwidth, rate = (
+        (None, None) if device_in(plan.device_name) else _measured(plan.device, plan.dtype)
+    )
     batch, scenario = config.batch, config.settings(Compare)
     setup = setup_of(plan, bandwidth, rate)
     setup = setup.at(context=batch.context_len + batch.generate_len // 2)
     plain = batch.generate_len * setup.target_time.total
-    found = predict(setup, plan.config.gammas, None, curves(plan.config)) if config.speculates else None
+    found = (
+        predict(setup, plan.config.gammas, None, curves(plan.config)) if config.speculates else None
+    )
     fast = plain / (found.best.speedup or 1.0) if found else 0.0
     repeats = 5 if scenario.repeats == "auto" else scenario.repeats
     return batch.num_batches * _prefill(setup, plan), batch.num_batches * repeats * (plain + fast)
@@ -72,7 +80,9 @@ def _prefill(setup: Setup, plan: Plan) -> float:
     """Predict the seconds of the passes of a prefill."""
     length, chunk = plan.config.batch.context_len, int(plan.config.batch.prefill_chunk)
     passes = (
-        setup.target_pass._replace(query_tokens=min(chunk, length - start), cached_tokens=start, chooses=False)
+        setup.target_pass._replace(
+            query_tokens=min(chunk, length - start), cached_tokens=start, chooses=False
+        )
         for start in range(0, length, chunk)
     )
     return sum(step_time(one, setup.hardware).total for one in passes)

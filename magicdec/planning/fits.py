@@ -1,4 +1,6 @@
-"""Whether the work fits into the memory: weights and caches by their sizes, the rest by a rehearsal without storage."""
+"""Whether the work fits into the memory: weights and caches by their sizes, the rest by a rehearsal
+without storage.
+"""
 
 from dataclasses import replace
 
@@ -16,13 +18,15 @@ from magicdec.planning.resolve import Model, Plan, batch_on
 from magicdec.planning.setup import held, setup_of
 from magicdec.units import GIB
 
-# Memory that suffices without a look at activations: so many times what weights and caches take, and more bytes.
+# Memory that suffices without a look at activations: so many times what weights and caches take,
+# and more bytes.
 AMPLE, SPARE = 2, 4 * GIB
 FILLED = 0.9  # of a device's memory, with what batch.size=auto holds: activations need some, too
 
 
 def estimate(plan: Plan, num_rows: int, context_len: int) -> Memory:
-    """Estimate the memory that the work takes on each device; with several ranks, on that of rank 0.
+    """Estimate the memory that the work takes on each device; with several ranks, on that of rank
+    0.
 
     To serve requests, `num_rows` slots take part in rounds while one more row is prefilled.
     """
@@ -34,13 +38,19 @@ def estimate(plan: Plan, num_rows: int, context_len: int) -> Memory:
         found = _footprint(plan, num_rows, context_len)
         captured = found.of_rounds if plan.config.hardware.captures else 0
         return replace(batch, transient=found.peak - caches + workspace, captured=captured)
-    slots, single = _footprint(plan, num_rows, context_len, prefills=False), _footprint(plan, 1, context_len)
+    slots, single = (
+        _footprint(plan, num_rows, context_len, prefills=False),
+        _footprint(plan, 1, context_len),
+    )
     row = held(plan, 1, context_len)
-    batch = replace(batch, target_kv=batch.target_kv + row.target_kv, draft_kv=batch.draft_kv + row.draft_kv)
+    batch = replace(
+        batch, target_kv=batch.target_kv + row.target_kv, draft_kv=batch.draft_kv + row.draft_kv
+    )
     transient = single.peak - row.target_kv - row.draft_kv + workspace
     if plan.config.hardware.captures:  # captured graphs have memory of their own
         return replace(batch, transient=transient, captured=slots.of_rounds)
-    return replace(batch, transient=transient + slots.peak - caches + workspace)  # a round may come between two chunks
+    # A round may come between two chunks.
+    return replace(batch, transient=transient + slots.peak - caches + workspace)
 
 
 def _footprint(plan: Plan, num_rows: int, context_len: int, prefills: bool = True) -> Footprint:
@@ -58,7 +68,8 @@ def _footprint(plan: Plan, num_rows: int, context_len: int, prefills: bool = Tru
 def check(plan: Plan, num_rows: int, context_len: int) -> Memory | None:
     """Raise UserError, with the largest batch that fits, if the work exceeds the memory.
 
-    Return the estimate; None where weights and caches leave so much room that activations need no rehearsal.
+    Return the estimate; None where weights and caches leave so much room that activations need no
+    rehearsal.
     """
     shared.SHARED.keep_only(shared.keys(plan))
     available = memory.available_bytes(plan.device) + shared.SHARED.num_bytes
@@ -72,13 +83,23 @@ def check(plan: Plan, num_rows: int, context_len: int) -> Memory | None:
         return estimated
     fits = largest_batch(lambda rows: estimate(plan, rows, context_len).needed, num_rows, available)
     smaller = "the target, batch.context_len, batch.prefill_chunk or hardware.dtype"
-    advice = f"batch.size={fits} would fit" if fits else f"not even one row fits: choose a smaller one of {smaller}"
-    parts = {"weights": estimated.weights, "KV cache": estimated.target_kv, "draft's cache": estimated.draft_kv}
+    advice = (
+        f"batch.size={fits} would fit"
+        if fits
+        else f"not even one row fits: choose a smaller one of {smaller}"
+    )
+    parts = {
+        "weights": estimated.weights,
+        "KV cache": estimated.target_kv,
+        "draft's cache": estimated.draft_kv,
+    }
     parts["activations"] = estimated.transient + estimated.captured
     raise UserError(
-        f"batch.size={num_rows} at batch.context_len={context_len} needs about {estimated.needed / GIB:.2f} GiB "
-        f"({', '.join(f'{name} {size / GIB:.2f}' for name, size in parts.items())}), but {available / GIB:.2f} GiB are "
-        f"available{' to each rank' if plan.num_ranks > 1 else ''}; {advice}"
+        f"batch.size={num_rows} at batch.context_len={context_len} needs about"
+        f" {estimated.needed / GIB:.2f} GiB"
+        f" ({', '.join(f'{name} {size / GIB:.2f}' for name, size in parts.items())}), but"
+        f" {available / GIB:.2f} GiB are available{' to each rank' if plan.num_ranks > 1 else ''};"
+        f" {advice}"
     )
 
 
@@ -88,11 +109,14 @@ def num_bytes(plan: Plan) -> float:
 
 
 def fitting(plan: Plan, asked: BatchConfig) -> Plan:
-    """Return the plan with fewer rows where `asked` has batch.size=auto and the usual number does not fit."""
+    """Return the plan with fewer rows where `asked` has batch.size=auto and the usual number does
+    not fit.
+    """
     if asked.size != "auto":
         return plan
     config, context_len = plan.config, plan.config.batch.context_len
-    usual, prefilled = int(config.batch.size), int(config.scenario.serves)  # while others are decoded
+    # While others are decoded.
+    usual, prefilled = int(config.batch.size), int(config.scenario.serves)
 
     def total(rows: int) -> float:
         return held(plan, rows + prefilled, context_len).total
@@ -101,11 +125,15 @@ def fitting(plan: Plan, asked: BatchConfig) -> Plan:
     if total(usual) <= memory_bytes:
         return plan
     batch = replace(asked, size=max(1, largest_batch(total, usual, memory_bytes)))
-    return replace(plan, config=replace(config, batch=batch_on(replace(config, batch=batch), plan.device)))
+    return replace(
+        plan, config=replace(config, batch=batch_on(replace(config, batch=batch), plan.device))
+    )
 
 
 def _memory_bytes(plan: Plan) -> float:
-    """Return the memory for weights and caches of each rank. Not what is free now: a run's id would tell."""
+    """Return the memory for weights and caches of each rank. Not what is free now: a run's id would
+    tell.
+    """
     if plan.predicts:
         return setup_of(plan).hardware.device.memory
     ranks = plan.num_ranks if plan.device.type == "cpu" else 1  # which share the memory

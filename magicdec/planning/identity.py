@@ -1,4 +1,6 @@
-"""Identify the model of a configuration: its name and its architecture, from the checkpoint if that is read."""
+"""Identify the model of a configuration: its name and its architecture, from the checkpoint if that
+is read.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -11,20 +13,25 @@ from magicdec.errors import UserError
 
 
 def identify(key: str, choice: ModelChoice, loads: bool) -> tuple[ModelChoice, Path | None]:
-    """Return a choice with the name and the architecture of the model that runs, and the checkpoint's folder.
+    """Return a choice with the name and the architecture of the model that runs, and the
+    checkpoint's folder.
 
-    The checkpoint is read if its weights are loaded (`loads`), or if the path is not that of the named option. In the
-    second case the model keeps the option's name if the architecture is the same, and is named after the folder
-    otherwise. Without a checkpoint the choice is returned unchanged, without a folder. `key` is the model's key in the
-    configuration. Raise UserError for a missing path, and for values that the checkpoint contradicts.
+    The checkpoint is read if its weights are loaded (`loads`), or if the path is not that of the
+    named option. In the second case the model keeps the option's name if the architecture is the
+    same, and is named after the folder otherwise. Without a checkpoint the choice is returned
+    unchanged, without a folder. `key` is the model's key in the configuration. Raise UserError for
+    a missing path, and for values that the checkpoint contradicts.
     """
     origin = _origin(choice)
     is_own = is_own_path(origin.get("name", ""), choice.path)
     if not loads and is_own and choice.architecture is not None:
         return choice, None
     if choice.path is None:
-        raise UserError(f"{key}.path=null: give a local Hugging Face folder or a hub id such as org/name")
-    from magicdec.models import checkpoint  # here, because it imports PyTorch, which named targets do not need
+        raise UserError(
+            f"{key}.path=null: give a local Hugging Face folder or a hub id such as org/name"
+        )
+    # Here, because it imports PyTorch, which named targets do not need.
+    from magicdec.models import checkpoint
 
     folder = checkpoint.locate(choice.path, f"{key}.path", weights=loads)
     config = checkpoint.read_config(folder)
@@ -34,26 +41,33 @@ def identify(key: str, choice: ModelChoice, loads: bool) -> tuple[ModelChoice, P
             given, read = getattr(choice.architecture, name), getattr(config, name)
             if given != read and (written is None or given != getattr(written, name)):
                 ours, theirs = ("null" if value is None else str(value) for value in (given, read))
-                raise UserError(f"{key}.architecture.{name}={ours}: the checkpoint {folder} has {theirs}; leave it out")
+                raise UserError(
+                    f"{key}.architecture.{name}={ours}: the checkpoint {folder} has {theirs}; leave"
+                    " it out"
+                )
     is_named = choice.name != origin.get("name")  # by the user
     name = choice.name if is_own or is_named else _name_of(folder.resolve(), choice.name, config)
     return replace(choice, name=name, architecture=config), folder
 
 
 def _origin(choice: ModelChoice) -> dict[str, Any]:
-    """Return the option that a choice was made from, by name, path or architecture; {} if there is none."""
+    """Return the option that a choice was made from, by name, path or architecture; {} if there is
+    none.
+    """
     if found := option(choice.name):
         return found
     given = choice.architecture
     for one in options():
-        if choice.path == one["path"] or (one["architecture"] and from_values(one["architecture"]) == given):
+        if choice.path == one["path"] or (
+            one["architecture"] and from_values(one["architecture"]) == given
+        ):
             return one
     return {}
 
 
 def _name_of(folder: Path, chosen: str, config: ModelConfig) -> str:
-    """Return a model's name: the option of this architecture that the folder is named after, or that was chosen, or
-    else a name made from the folder's.
+    """Return a model's name: the option of this architecture that the folder is named after, or
+    that was chosen, or else a name made from the folder's.
     """
     name = folder_name(folder)
     for candidate in (name.lower(), chosen):

@@ -21,14 +21,20 @@ def cache_named(config: Config, policy: str) -> CacheConfig:
     if config.cache.policy == policy:
         return config.cache
     given, facts = values_of("cache", policy), POLICIES[policy].facts
-    return facts(**{entry.name: given[entry.name] for entry in fields(facts) if entry.name in given})
+    return facts(
+        **{entry.name: given[entry.name] for entry in fields(facts) if entry.name in given}
+    )
 
 
 def draft_named(name: str, ranks: int | None) -> DraftConfig:
-    """Return a draft by its name in scenario.drafts: one without a model of its own, or a target on `ranks` GPUs."""
+    """Return a draft by its name in scenario.drafts: one without a model of its own, or a target on
+    `ranks` GPUs.
+    """
     if name in DRAFTS and not DRAFTS[name].facts.needs_model:
         return DRAFTS[name].facts()
-    return DRAFTS["model"].facts(model=ModelChoice(name, architecture=architecture(name)), tensor_parallel=ranks)
+    return DRAFTS["model"].facts(
+        model=ModelChoice(name, architecture=architecture(name)), tensor_parallel=ranks
+    )
 
 
 def curves(config: Config) -> Curves:
@@ -38,20 +44,28 @@ def curves(config: Config) -> Curves:
 
 
 def warning(plan: Plan) -> str | None:
-    """Return a warning about a run that is predicted not to pay; None where nothing can be predicted."""
+    """Return a warning about a run that is predicted not to pay; None where nothing can be
+    predicted.
+    """
     config = plan.config
-    if not (config.adds_repeats and config.speculates) or CORPORA[config.data.name].facts.own_lengths:
+    if (
+        not (config.adds_repeats and config.speculates)
+        or CORPORA[config.data.name].facts.own_lengths
+    ):
         return None
     try:
         setup = setup_of(plan)
     except UserError:  # a machine without a datasheet
         return None
-    known = Curves(acceptance.published(), acceptance.task_of(config))  # runs in the store would take long to read
+    # Runs in the store would take long to read.
+    known = Curves(acceptance.published(), acceptance.task_of(config))
     return comparison.warning(setup, config.gammas, known, config.draft.synthetic_acceptance)
 
 
 def assumed_alpha(config: Config, scenario: Assumed) -> float | None:
-    """Return the alpha that a prediction assumes: given, reported by an engine, or drawn; None to look it up."""
+    """Return the alpha that a prediction assumes: given, reported by an engine, or drawn; None to
+    look it up.
+    """
     if scenario.alpha is not None:
         return scenario.alpha
     if scenario.length is not None and scenario.acceptance_gamma is not None:

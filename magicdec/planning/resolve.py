@@ -1,4 +1,6 @@
-"""Resolve a typed configuration into a plan: decide every `auto`, and find every mistake that needs no weights."""
+"""Resolve a typed configuration into a plan: decide every `auto`, and find every mistake that needs
+no weights.
+"""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,9 +21,11 @@ from magicdec.measure.system import cpu_name, driver_version
 from magicdec.models import checkpoint
 from magicdec.planning.identity import identify
 
-# batch.prefill_chunk=auto: CHUNK tokens of each row, or more where a pass of all rows would have few tokens.
+# batch.prefill_chunk=auto: CHUNK tokens of each row, or more where a pass of all rows would have
+# few tokens.
 CHUNK, PASS_TOKENS_ON = 128, {"cpu": 1024, "cuda": 2048}
-SERVED_CHUNK_ON = {"cpu": 256, "cuda": 2048}  # requests are prefilled one by one while running ones wait
+# Requests are prefilled one by one while running ones wait.
+SERVED_CHUNK_ON = {"cpu": 256, "cuda": 2048}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -42,9 +46,11 @@ class Model:
 
 @dataclass(frozen=True)
 class Plan:
-    """A run or a prediction with every `auto` resolved and every mistake found. Nothing large is allocated.
+    """A run or a prediction with every `auto` resolved and every mistake found. Nothing large is
+    allocated.
 
-    A prediction has no device: `device` is PyTorch's meta device, and `device_name` the machine to predict for.
+    A prediction has no device: `device` is PyTorch's meta device, and `device_name` the machine to
+    predict for.
     """
 
     config: Config
@@ -53,7 +59,8 @@ class Plan:
     target: Model
     draft: Model | None
     device_name: str
-    reasons: str = ""  # for config.attention, and for what is slower than it could be; empty for other engines
+    # For config.attention, and for what is slower than it could be; empty for other engines.
+    reasons: str = ""
 
     @property
     def predicts(self) -> bool:
@@ -62,25 +69,36 @@ class Plan:
 
     @cached_property
     def fingerprints(self) -> dict[str, str]:
-        """Return the hashes of the checkpoints and the text that the run reads, and the version of another engine.
+        """Return the hashes of the checkpoints and the text that the run reads, and the version of
+        another engine.
 
         A profile reads no text, a prediction nothing.
         """
         if self.predicts:
             return {}
         remote = self.config.engine.is_remote
-        found = {m.key: m.fingerprint for m in (self.target, self.draft) if m is not None and not remote}
+        found = {
+            m.key: m.fingerprint for m in (self.target, self.draft) if m is not None and not remote
+        }
         if self.config.engine.name != "native":
             found["engine"] = ENGINES[self.config.engine.name].work.installed(self.config.engine)
         if self.config.scenario.reads_text:
-            found |= {key: data.fingerprint(*source) for key, source in self.config.data.sources.items()}
+            found |= {
+                key: data.fingerprint(*source) for key, source in self.config.data.sources.items()
+            }
         return found
 
     @property
     def sources(self) -> dict[str, str]:
         """Return the metric that says whether the weights are trained or random."""
         models = (self.target, self.draft)
-        return {"weights/source": "random" if any(m is not None and m.folder is None for m in models) else "checkpoint"}
+        return {
+            "weights/source": (
+                "random"
+                if any(m is not None and m.folder is None for m in models)
+                else "checkpoint"
+            )
+        }
 
     @property
     def num_ranks(self) -> int:
@@ -93,7 +111,9 @@ class Plan:
         return self.config.speculates and self.config.draft.synthetic_acceptance is None
 
     def in_bfloat16(self, model: Model) -> set[str]:
-        """Return the matrices that a float32 run keeps in bfloat16, as stored. The kernels widen them."""
+        """Return the matrices that a float32 run keeps in bfloat16, as stored. The kernels widen
+        them.
+        """
         has_kernels = self.config.attention == "cpp" and not self.config.hardware.compile
         if model.folder is None or self.dtype != torch.float32 or not has_kernels:
             return set()
@@ -108,8 +128,10 @@ class Plan:
         return [f"hardware=auto: {why}; magicdec doctor says why, and hardware=cpu silences this"]
 
 
-def resolve(config: Config) -> Plan:
-    """Return the plan of a run or a prediction. Raise UserError for mistakes that can be found without weights."""
+def resolve(config: Config) -> Plan:  # noqa: C901
+    """Return the plan of a run or a prediction. Raise UserError for mistakes that can be found
+    without weights.
+    """
     if config.engine.is_remote:
         return _remote(config)
     predicts = config.scenario.predicts
@@ -121,12 +143,16 @@ def resolve(config: Config) -> Plan:
             check_vocabulary(target.config, draft.config if draft else None)
         check_length(config, target.config.max_position_embeddings)
         return Plan(config, device, dtype, target, draft, config.hardware.name)
-    compile_obstacle = triton_obstacle() if device.type == "cuda" and config.hardware.compile else None
+    compile_obstacle = (
+        triton_obstacle() if device.type == "cuda" and config.hardware.compile else None
+    )
     decided: dict[str, Any] = {"device": device.type, "dtype": str(dtype).removeprefix("torch.")}
     if config.hardware.compile == "auto":
         decided["compile"] = device.type == "cuda" and compile_obstacle is None
     elif compile_obstacle:
-        raise UserError(f"hardware.compile=true: Triton {compile_obstacle}; or set hardware.compile=false")
+        raise UserError(
+            f"hardware.compile=true: Triton {compile_obstacle}; or set hardware.compile=false"
+        )
     config = replace(config, hardware=replace(config.hardware, **decided))
     config, target, draft = _models(config, loads=True)
     if draft is not None and not config.draft.listens:
@@ -150,10 +176,15 @@ def resolve(config: Config) -> Plan:
             how = "plans on the host, which no graph can capture; set hardware.cuda_graphs=false"
             raise UserError(f"hardware.cuda_graphs=true: attention={backend} {how}")
         config = replace(config, attention=backend)
-        reasons = [why, *([f"hardware.compile=false: Triton {compile_obstacle}"] if compile_obstacle else [])]
+        reasons = [
+            why,
+            *([f"hardware.compile=false: Triton {compile_obstacle}"] if compile_obstacle else []),
+        ]
     else:
         ENGINES[config.engine.name].work.check(config)
-    return Plan(config, device, dtype, target, draft, _device_name(device), reasons="; ".join(reasons))
+    return Plan(
+        config, device, dtype, target, draft, _device_name(device), reasons="; ".join(reasons)
+    )
 
 
 def _remote(config: Config) -> Plan:
@@ -168,8 +199,12 @@ def _remote(config: Config) -> Plan:
     return Plan(config, torch.device("cpu"), torch.float32, target, None, "another server")
 
 
-def check_vocabulary(target: ModelConfig, draft: ModelConfig | None, key: str = "draft.model") -> None:
-    """Raise UserError for a predicted draft of another vocabulary, as far as its size tells. Heads map theirs."""
+def check_vocabulary(
+    target: ModelConfig, draft: ModelConfig | None, key: str = "draft.model"
+) -> None:
+    """Raise UserError for a predicted draft of another vocabulary, as far as its size tells. Heads
+    map theirs.
+    """
     from magicdec.models.vocabulary import PADDING, check_vocabularies
 
     if draft is not None and not draft.is_head:
@@ -182,13 +217,16 @@ def batch_on(config: Config, device: torch.device) -> BatchConfig:
     if batch.size == "auto":
         batch = replace(batch, size=ROWS_ON[on])
     if batch.prefill_chunk == "auto" and device.type != "meta":
-        chunk = SERVED_CHUNK_ON[on] if config.scenario.serves else PASS_TOKENS_ON[on] // int(batch.size)
+        chunk = (
+            SERVED_CHUNK_ON[on] if config.scenario.serves else PASS_TOKENS_ON[on] // int(batch.size)
+        )
         batch = replace(batch, prefill_chunk=max(CHUNK, chunk))
     return batch
 
 
 def _models(config: Config, loads: bool) -> tuple[Config, Model, Model | None]:
-    """Return the configuration completed from the checkpoints, the target and the independent draft.
+    """Return the configuration completed from the checkpoints, the target and the independent
+    draft.
 
     `loads` says whether a checkpoint's weights are read.
     """
@@ -198,7 +236,9 @@ def _models(config: Config, loads: bool) -> tuple[Config, Model, Model | None]:
             continue
         if key != "target" and choice.path is None and choice.architecture is None:
             assumed = config.draft.assumed_model(found["target"].config)
-            choice = replace(choice, architecture=assumed, name=config.draft.name if assumed else choice.name)
+            choice = replace(
+                choice, architecture=assumed, name=config.draft.name if assumed else choice.name
+            )
         choice, folder = identify(key, choice, loads and choice.weights == "checkpoint")
         assert choice.architecture is not None, "identify has read it"
         folder = folder if loads and choice.weights == "checkpoint" else None
@@ -216,15 +256,18 @@ def _device(config: Config) -> tuple[torch.device, torch.dtype]:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
         raise UserError(
-            f"hardware.device=cuda (hardware={config.hardware.name}), but PyTorch sees no CUDA device here; "
-            "use hardware=cpu or hardware=auto"
+            f"hardware.device=cuda (hardware={config.hardware.name}), but PyTorch sees no CUDA"
+            " device here; use hardware=cpu or hardware=auto"
         )
     dtype = config.hardware.dtype
     if dtype == "auto":
         dtype = "float32" if name == "cpu" else "bfloat16"
     ranks, devices = config.hardware.tensor_parallel, torch.cuda.device_count()
     if name == "cuda" and ranks > devices:
-        raise UserError(f"hardware.tensor_parallel={ranks}: there are {devices} GPUs here, and each rank takes one")
+        raise UserError(
+            f"hardware.tensor_parallel={ranks}: there are {devices} GPUs here, and each rank"
+            " takes one"
+        )
     return torch.device(name), DTYPES[dtype]
 
 
@@ -254,18 +297,21 @@ def _divided(config: Config, target: Model, draft: Model | None) -> tuple[Model,
 def _check_length(config: Config, target: Model, draft: Model | None) -> None:
     check_length(config, target.config.max_position_embeddings)
     length, key = config.batch.context_len + config.batch.generate_len, config.draft.own_cache_key
-    trained = length if draft is None or config.draft.listens else draft.config.max_position_embeddings
+    trained = (
+        length if draft is None or config.draft.listens else draft.config.max_position_embeddings
+    )
     if length <= trained:
         return
     cache = config.draft.caches(config.cache)[key]
     if not cache.bounds_positions:
         raise UserError(
-            f"{key}.policy={cache.policy} shows the draft {length} tokens, but it was trained for {trained}; "
-            f"use {key}.policy=streaming, which hides the distance"
+            f"{key}.policy={cache.policy} shows the draft {length} tokens, but it was trained for"
+            f" {trained}; use {key}.policy=streaming, which hides the distance"
         )
     slots = config.draft.round_slots(max(config.gammas))
     if cache.budget + slots >= trained:
         raise UserError(
-            f"{key}.budget={cache.budget} and the {slots} tokens of a round (draft.gamma={max(config.gammas)}) do not "
-            f"fit into the draft's trained context of {trained} tokens; {key}.budget={(trained - slots) // 2} would"
+            f"{key}.budget={cache.budget} and the {slots} tokens of a round"
+            f" (draft.gamma={max(config.gammas)}) do not fit into the draft's trained context of"
+            f" {trained} tokens; {key}.budget={(trained - slots) // 2} would"
         )

@@ -1,4 +1,6 @@
-"""The setup that the cost model predicts for: a plan's models, caches and batch, and its machine."""
+"""The setup that the cost model predicts for: a plan's models, caches and batch, and its
+machine.
+"""
 
 from dataclasses import replace
 
@@ -27,18 +29,25 @@ def setup_of(plan: Plan, bandwidth_gbs: float | None = None, tflops: float | Non
             bandwidth_gbs=h.bandwidth_gbs or (None if known else bandwidth_gbs),
             tflops=h.tflops or (None if known else tflops),
         )
-    hardware = configured(h.name, h.tensor_parallel, h.bandwidth_gbs, h.tflops, h.memory_gib, h.efficiency, stack)
+    hardware = configured(
+        h.name, h.tensor_parallel, h.bandwidth_gbs, h.tflops, h.memory_gib, h.efficiency, stack
+    )
     searches = config.scenario.searches  # with drafts of its own
     if not searches and not config.speculates:
-        raise UserError("draft=none: there is no speculation to predict; choose draft=self or draft=model")
+        raise UserError(
+            "draft=none: there is no speculation to predict; choose draft=self or draft=model"
+        )
     return _setup(plan, hardware, DRAFTS["self"].facts() if searches else config.draft)
 
 
 def held(plan: Plan, num_rows: int, context_len: int) -> Memory:
     """Return the weights and caches that a device holds for a batch of `num_rows`."""
     config = plan.config
-    draft = config.draft if config.speculates else DRAFTS["ngram"].facts()  # which needs no memory of its own
-    machine = setup_of(plan).hardware if plan.predicts else unknown(plan.device_name, plan.num_ranks)
+    # Which needs no memory of its own.
+    draft = config.draft if config.speculates else DRAFTS["ngram"].facts()
+    machine = (
+        setup_of(plan).hardware if plan.predicts else unknown(plan.device_name, plan.num_ranks)
+    )
     setup = _setup(plan, machine, draft).at(batch=num_rows, context=context_len)
     return memory(setup, max(config.gammas), config.batch.generate_len)
 

@@ -1,7 +1,8 @@
-"""Weights and prefilled prompts that the jobs of a sweep share: what one job of a process leaves, the next one takes.
+"""Weights and prefilled prompts that the jobs of a sweep share: what one job of a process leaves,
+the next one takes.
 
-A job finds them by everything that they depend on, and makes what it does not find. What it does not need is freed
-before it allocates memory of its own, so that no more is held than one job takes.
+A job finds them by everything that they depend on, and makes what it does not find. What it does
+not need is freed before it allocates memory of its own, so that no more is held than one job takes.
 
 B rows, E hidden size.
 """
@@ -25,7 +26,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Prefilled:
-    """A batch of prompts in the target's cache, the hidden states of their last tokens, and the time that it took."""
+    """A batch of prompts in the target's cache, the hidden states of their last tokens, and the
+    time that it took.
+    """
 
     cache: "KVCache"
     last_BE: Tensor
@@ -33,7 +36,9 @@ class Prefilled:
 
 
 class Shared:
-    """Models and prefilled batches that the jobs of this process keep, as far as `sweep.share` allows."""
+    """Models and prefilled batches that the jobs of this process keep, as far as `sweep.share`
+    allows.
+    """
 
     def __init__(self) -> None:
         self._level, self._kept = "none", dict[Hashable, Any]()
@@ -64,7 +69,9 @@ class Shared:
         return found
 
     def fact(self, key: Hashable, find: Callable[[], T]) -> T:
-        """Return what does not differ between jobs and takes next to no memory, such as what the machine achieves."""
+        """Return what does not differ between jobs and takes next to no memory, such as what the
+        machine achieves.
+        """
         if key not in self._facts:
             found = find()
             if self._level == "none":
@@ -73,7 +80,9 @@ class Shared:
         return self._facts[key]
 
     def prefilled(self, key: Hashable, capacity: int) -> Prefilled | None:
-        """Return the prompts of this key in a cache of so many slots; None if they must be prefilled."""
+        """Return the prompts of this key in a cache of so many slots; None if they must be
+        prefilled.
+        """
         found: Prefilled | None = self._kept.pop(key, None)
         if found is None or found.cache.capacity == capacity:
             return found
@@ -85,7 +94,10 @@ class Shared:
     def keep(self, key: Hashable, prefilled: Prefilled, num_batches: int) -> None:
         """Keep a batch for the next job: one of several only where memory suffices for all."""
         cache = prefilled.cache
-        has_room = num_batches == 1 or memory.available_bytes(cache.k_LBKSD.device) > cache.num_bytes * num_batches
+        has_room = (
+            num_batches == 1
+            or memory.available_bytes(cache.k_LBKSD.device) > cache.num_bytes * num_batches
+        )
         if self._level == "prefill" and has_room:
             self._kept[key] = prefilled
 
@@ -94,7 +106,9 @@ class Shared:
         """Return the memory that is kept."""
         caches = [value.cache for value in self._kept.values() if isinstance(value, Prefilled)]
         models = [value for value in self._kept.values() if not isinstance(value, Prefilled)]
-        weights = {weight.data_ptr(): weight.nbytes for model in models for weight in model.parameters()}
+        weights = {
+            weight.data_ptr(): weight.nbytes for model in models for weight in model.parameters()
+        }
         return sum(weights.values()) + sum(cache.num_bytes for cache in caches)
 
 
@@ -104,12 +118,20 @@ SHARED = Shared()
 def model_key(plan: "Plan", model: "Model") -> Hashable:
     """Return everything that a loaded model depends on."""
     hardware = plan.config.hardware
-    settings = (plan.dtype, plan.device, plan.config.attention, hardware.compile, hardware.all_reduce)
+    settings = (
+        plan.dtype,
+        plan.device,
+        plan.config.attention,
+        hardware.compile,
+        hardware.all_reduce,
+    )
     return (model.fingerprint, model.config, model.num_ranks, *settings)
 
 
 def prefill_key(plan: "Plan", first: int) -> Hashable:
-    """Return everything that a prefilled batch depends on; `first` is the number of its first prompt."""
+    """Return everything that a prefilled batch depends on; `first` is the number of its first
+    prompt.
+    """
     batch = plan.config.batch
     shape = (first, batch.size, batch.num_batches, batch.context_len, batch.prefill_chunk)
     return (*shape, repr(plan.config.data), plan.fingerprints["data"], model_key(plan, plan.target))
@@ -121,4 +143,6 @@ def keys(plan: "Plan") -> set[Hashable]:
     if not plan.config.scenario.prefills_batches:
         return models
     rows = int(plan.config.batch.size)
-    return models | {prefill_key(plan, rows * number) for number in range(plan.config.batch.num_batches)}
+    return models | {
+        prefill_key(plan, rows * number) for number in range(plan.config.batch.num_batches)
+    }

@@ -1,4 +1,6 @@
-"""The frame of a run: resolve, name, ask the store, open, work, store, predict, tell the trackers."""
+"""The frame of a run: resolve, name, ask the store, open, work, store, predict, tell the
+trackers.
+"""
 
 import logging
 import math
@@ -41,12 +43,14 @@ if TYPE_CHECKING:  # it imports PyTorch, and a mistake must be reported before t
 class Scenario(Protocol):
     """Module of this package that prepares and does one kind of run.
 
-    It may have two functions more: `so_far(plan, run)` returns what a run has measured that has failed, and
-    `prediction_of(plan, results)` what is predicted for a run that has been measured.
+    It may have two functions more: `so_far(plan, run)` returns what a run has measured that has
+    failed, and `prediction_of(plan, results)` what is predicted for a run that has been measured.
     """
 
     def prepare(self, config: Config) -> "Plan":
-        """Resolve `auto` values. Raise UserError for mistakes that can be found before weights are loaded."""
+        """Resolve `auto` values. Raise UserError for mistakes that can be found before weights are
+        loaded.
+        """
 
     def run(self, plan: "Plan", run: Run, progress: Progress) -> Outcome:
         """Do the work. What must outlive a failure is written into the run's folder."""
@@ -55,9 +59,9 @@ class Scenario(Protocol):
 def run(config: Config, job: Job) -> dict[str, Any]:
     """Do a run, store its results, and only then predict it and log it to the trackers.
 
-    In a sweep, with `resume`, skip a run that the same software has done, and measure only what it lacks. Return the
-    contents of result.json, or nothing after a dry run. Raise UserError for mistakes; those found before the run's
-    folder is opened leave no files.
+    In a sweep, with `resume`, skip a run that the same software has done, and measure only what it
+    lacks. Return the contents of result.json, or nothing after a dry run. Raise UserError for
+    mistakes; those found before the run's folder is opened leave no files.
     """
     scenario = _scenario(config)
     ineffective = _checked(config, job)
@@ -77,7 +81,13 @@ def run(config: Config, job: Job) -> dict[str, Any]:
         live = Live(this.folder, settings, this.result)
         with this.log_to_file(), _failures(scenario, plan, this, settings, live), _stoppable():
             outcome = _measured(plan, this, job, live)
-            this.finish(outcome.metrics, outcome.generations, outcome.history, outcome.samples, outcome.system)
+            this.finish(
+                outcome.metrics,
+                outcome.generations,
+                outcome.history,
+                outcome.samples,
+                outcome.system,
+            )
             this.annotate(_judged(scenario, plan, this, name))
         logged = log_run(this.folder, settings, this.result)
     console = Console(file=sys.stdout)
@@ -89,16 +99,20 @@ def _fitting(plan: "Plan", config: Config) -> "Plan":
     """Return the plan with as many rows as fit, where batch.size=auto."""
     if config.batch.size != "auto" or config.engine.is_remote:
         return plan
-    from magicdec.planning import fits  # here, because a number that is given needs no look at the memory
+    # Here, because a number that is given needs no look at the memory.
+    from magicdec.planning import fits
 
     return fits.fitting(plan, config.batch)
 
 
 def _checked(config: Config, job: Job) -> list[str]:
-    """Raise UserError if a tracker cannot be used. Return a line for each override that has no effect."""
+    """Raise UserError if a tracker cannot be used. Return a line for each override that has no
+    effect.
+    """
     trackers = list(chosen(to_dict(config)))
     is_alone = job.sweep_dir is None and not any(tracker.in_sweep() for tracker in trackers)
-    ineffective = refuse_unread(config, job.overrides) if is_alone else []  # other runs of a grid may read them
+    # Other runs of a grid may read them.
+    ineffective = refuse_unread(config, job.overrides) if is_alone else []
     for tracker in trackers:
         tracker.check(to_dict(config))
     return ineffective
@@ -115,9 +129,11 @@ def _settings(config: Config, job: Job) -> dict[str, Any]:
 
 def _losses(plan: "Plan") -> list[str]:
     """Return a warning about a run that is predicted not to pay."""
-    if not plan.config.adds_repeats or plan.device.type == "cpu":  # whose machines have no datasheet
+    # Whose machines have no datasheet.
+    if not plan.config.adds_repeats or plan.device.type == "cpu":
         return []
-    from magicdec.planning import prediction  # here, because most runs need no cost model before they have ended
+    # Here, because most runs need no cost model before they have ended.
+    from magicdec.planning import prediction
 
     line = prediction.warning(plan)
     return [line] if line else []
@@ -149,7 +165,10 @@ def _skipped(config: Config, found: Found, job: Job) -> dict[str, Any]:
     result = dict(found.result)
     if not _is_recorded(job, result["id"]):
         others = " and ".join(key for key, value in software().items() if result.get(key) != value)
-        why = f"done already{others and f' with other {others}'}, skipped (resume=false measures it again)"
+        why = (
+            f"done already{others and f' with other {others}'}, skipped (resume=false measures it"
+            " again)"
+        )
         Console(stderr=True).print(Text(f"{result['id']}: {why}"))
     _record(config, result["id"], job, found.before)
     return result
@@ -175,7 +194,9 @@ def _record(config: Config, attempt_id: str, job: Job, before: int) -> None:
 
 
 def _measured(plan: "Plan", this: Run, job: Job, live: Live) -> Outcome:
-    """Do the work, here or on the ranks that share the model. Ranks report nothing before the end."""
+    """Do the work, here or on the ranks that share the model. Ranks report nothing before the
+    end.
+    """
     SHARED.begin(plan.config.sweep.share if job.sweep_dir else "none")
     with sampled() as rows:
         if plan.num_ranks == 1:
@@ -189,7 +210,9 @@ def _measured(plan: "Plan", this: Run, job: Job, live: Live) -> Outcome:
 
 
 def _work(rank: int, plan: "Plan", this: Run, follow: Follow | None = None) -> Outcome:
-    """Run the scenario on one rank. Only rank 0 shows its progress; in a process of its own it has a log, too."""
+    """Run the scenario on one rank. Only rank 0 shows its progress; in a process of its own it has
+    a log, too.
+    """
     console = Console(stderr=True) if rank == 0 else Console(quiet=True, force_terminal=False)
     logged = this.log_to_file() if plan.num_ranks > 1 and rank == 0 else nullcontext()
     with logged, progress(console, follow or nobody) as bars:
@@ -200,7 +223,9 @@ def _work(rank: int, plan: "Plan", this: Run, follow: Follow | None = None) -> O
 
 
 def _checked_memory(plan: "Plan") -> dict[str, float]:
-    """Raise UserError if our engine would need more memory than there is. Return the estimate, where one is made."""
+    """Raise UserError if our engine would need more memory than there is. Return the estimate,
+    where one is made.
+    """
     if plan.predicts or plan.config.engine.name != "native":
         return {}
     from magicdec.planning import fits  # here, because a prediction does not need it
@@ -221,7 +246,9 @@ def _judged(scenario: Scenario, plan: "Plan", this: Run, name: str) -> dict[str,
 
 
 @contextmanager
-def _failures(scenario: Scenario, plan: "Plan", this: Run, settings: dict[str, Any], live: Live) -> Iterator[None]:
+def _failures(
+    scenario: Scenario, plan: "Plan", this: Run, settings: dict[str, Any], live: Live
+) -> Iterator[None]:
     """Mark a run that fails within as failed, with what it has measured so far, and log it."""
     try:
         yield
@@ -232,7 +259,9 @@ def _failures(scenario: Scenario, plan: "Plan", this: Run, settings: dict[str, A
         this.fail(reason, kind, kept.history, kept.metrics, kept.generations)
         was_done = this.result["status"] == "done"  # and has been logged
         if live.is_shown or (is_logged(this.result) and not was_done):
-            for warning in filter(None, (logged.warning for logged in log_run(this.folder, settings, this.result))):
+            for warning in filter(
+                None, (logged.warning for logged in log_run(this.folder, settings, this.result))
+            ):
                 to_stderr(warning)
         if kind == "out_of_memory":
             raise UserError(reason) from error
@@ -250,7 +279,9 @@ def _so_far(scenario: Scenario, plan: "Plan", this: Run) -> Outcome:
 
 
 def _list(plan: "Plan", name: str, job: Job) -> None:
-    """Print a line about a run: its id, its state in the store, its memory and time, and its overrides."""
+    """Print a line about a run: its id, its state in the store, its memory and time, and its
+    overrides.
+    """
     from magicdec.planning import duration, fits  # here, because a prediction does not need them
 
     earlier = attempts(plan.config.runs_dir, name)
@@ -263,7 +294,11 @@ def _list(plan: "Plan", name: str, job: Job) -> None:
     seconds = 0.0 if is_done else duration.seconds(plan, map(read_result, earlier))
     sweep.planned.append(seconds)
     typed = " ".join(text for text in job.overrides if not text.startswith("sweep."))
-    print(f"{name}  {state:13}  {fits.num_bytes(plan) / GIB:8.2f} GiB  {in_minutes(seconds):>7}  {typed}", flush=True)
+    print(
+        f"{name}  {state:13}  {fits.num_bytes(plan) / GIB:8.2f} GiB  {in_minutes(seconds):>7} "
+        f" {typed}",
+        flush=True,
+    )
 
 
 @contextmanager
@@ -284,15 +319,21 @@ def _stoppable() -> Iterator[None]:
 
 
 def imports(name: str, config: Mapping[str, Any] | None = None) -> list[str]:
-    """Return the modules that a run of this scenario imports, for a process that imports them once for many runs.
+    """Return the modules that a run of this scenario imports, for a process that imports them once
+    for many runs.
 
     `config` names the trackers.
     """
     modules = [f"magicdec.scenarios.{name}", "magicdec.planning.resolve"]
     modules += [module for tracker in chosen(config or {}) for module in tracker.IMPORTS]
     if name not in ("predict", "plan"):
-        modules += ["magicdec.engine.native", "torch._dynamo", "transformers.models.auto.tokenization_auto"]
-        modules += ["transformers.models.llama.configuration_llama"]  # it loads what all families need
+        modules += [
+            "magicdec.engine.native",
+            "torch._dynamo",
+            "transformers.models.auto.tokenization_auto",
+        ]
+        # It loads what all families need.
+        modules += ["transformers.models.llama.configuration_llama"]
     return modules
 
 

@@ -1,7 +1,9 @@
-"""The default scenario: the same prompts autoregressively and speculatively, paired, audited and profiled.
+"""The default scenario: the same prompts autoregressively and speculatively, paired, audited and
+profiled.
 
-A session decodes what the run lacks, one batch after another, and writes each unit when it ends (units.py). The figures
-are computed from all units of the run, whichever session has measured them (figures.py).
+A session decodes what the run lacks, one batch after another, and writes each unit when it ends
+(units.py). The figures are computed from all units of the run, whichever session has measured them
+(figures.py).
 """
 
 from contextlib import closing
@@ -36,7 +38,8 @@ if TYPE_CHECKING:
     from magicdec.tracking.store import Run
 
 MOST_LEFT_OUT = 2  # units in a row with other tokens than the first: no further ones are measured
-PROFILED = ("time/", "memory/", "roofline/")  # figures that a run keeps while repeats are added to it
+# Figures that a run keeps while repeats are added to it.
+PROFILED = ("time/", "memory/", "roofline/")
 
 prepare = resolve
 
@@ -50,7 +53,8 @@ class Session:
     stored: Stored
     goal: Goal
     progress: Progress
-    prefills_shared: list[bool] = field(default_factory=list)  # of each opened batch: an earlier job has done it
+    # Of each opened batch: an earlier job has done it.
+    prefills_shared: list[bool] = field(default_factory=list)
 
     @classmethod
     def of(cls, plan: Plan, run: "Run", prompts: Prompts, progress: Progress) -> "Session":
@@ -64,7 +68,9 @@ class Session:
         return Figures(self.plan, self.prompts, self.stored, self.goal)
 
     def lacks_units(self, number: int) -> bool:
-        """Return whether the first batch has too few repeats, or another one fewer than the first."""
+        """Return whether the first batch has too few repeats, or another one fewer than the
+        first.
+        """
         units, num_batches = self.stored.units, self.plan.config.batch.num_batches
         if number == 0:
             return not self.goal.is_reached(units.by_batch[0], num_batches)
@@ -76,7 +82,9 @@ class Session:
 
 
 def run(plan: Plan, run: "Run", progress: Progress) -> Outcome:
-    """Decode every batch `scenario.repeats` times both ways; medians over the repeats are the result."""
+    """Decode every batch `scenario.repeats` times both ways; medians over the repeats are the
+    result.
+    """
     batches = range(plan.config.batch.num_batches)
     tokenizer = build.tokenizer(plan)
     session = Session.of(plan, run, build.prompts(plan, tokenizer), progress)
@@ -87,15 +95,24 @@ def run(plan: Plan, run: "Run", progress: Progress) -> Outcome:
         profiles = number == batches[-1] and not profile
         if not (profiles or session.lacks_units(number) or session.lacks_audit(number)):
             continue
-        with closing(_opened(session, engine, number)) as batch:  # or the caches of two would be held at once
+        # Or the caches of two would be held at once.
+        with closing(_opened(session, engine, number)) as batch:
             _decode(session, batch, number)
             if session.lacks_audit(number):
-                session.stored.add_audit(number, _audited(batch, session.stored.units.of_batch(number)[0]))
+                session.stored.add_audit(
+                    number, _audited(batch, session.stored.units.of_batch(number)[0])
+                )
             if profiles:
                 profile = _profiled(session, batch) | _memory(batch, peak)
-                profile |= _roofline(plan, batch, profile)  # last: the bandwidth's measurement takes memory
+                # Last: the bandwidth's measurement takes memory.
+                profile |= _roofline(plan, batch, profile)
     figures = session.figures
-    results = figures.metrics() | {"prefill/shared": any(session.prefills_shared)} | gpu.metrics() | profile
+    results = (
+        figures.metrics()
+        | {"prefill/shared": any(session.prefills_shared)}
+        | gpu.metrics()
+        | profile
+    )
     plain, fast = (figures.repeats.generations(way) for way in WAYS)
     growth = 1 + plan.config.batch.generate_len / 2 / fmean(map(len, session.prompts.tokens))
     results |= metrics.agreement(results, plain, fast, growth)
@@ -108,7 +125,8 @@ def run(plan: Plan, run: "Run", progress: Progress) -> Outcome:
 
 def prediction_of(plan: Plan, results: Metrics) -> Metrics:
     """Return what the formula and the cost model say of a run that has been measured."""
-    from magicdec.scenarios.predicted import predicted  # here, because measuring must not wait for them
+    # Here, because measuring must not wait for them.
+    from magicdec.scenarios.predicted import predicted
 
     return predicted(plan, results)
 
@@ -150,7 +168,9 @@ def _audited(batch: Batch, unit: Unit) -> Audit:
 
 
 def _profiled(session: Session, batch: Batch) -> Metrics:
-    """Return the times of the parts of a round; for an adaptive draft, at the gamma that ran most."""
+    """Return the times of the parts of a round; for an adaptive draft, at the gamma that ran
+    most.
+    """
     repeats = session.plan.config.settings(Compare).profile_repeats
     with session.progress.task("profiling", total=None):
         times = profile_round(batch, repeats, session.figures.gamma)
@@ -166,7 +186,11 @@ def _opened(session: Session, engine: NativeEngine, number: int) -> Batch:
     start = rows * number
     tokens, key = session.prompts.tokens[start : start + rows], prefill_key(plan, start)
     # A draft that listens needs the target's hidden states, which are not kept.
-    shared = None if engine.draft.listens else SHARED.prefilled(key, engine.capacity(max(map(len, tokens))))
+    shared = (
+        None
+        if engine.draft.listens
+        else SHARED.prefilled(key, engine.capacity(max(map(len, tokens))))
+    )
     batch = engine.open(tokens, start, shared.cache if shared else None)
     if shared:
         batch.decoder.resume(shared.last_BE)
@@ -197,19 +221,23 @@ def _generate(decoder: Decoder, draft: Draft | None, progress: Progress) -> Gene
 
 
 def _roofline(plan: Plan, batch: Batch, measured: Metrics) -> Metrics:
-    """Return the bytes that a step must read over its time, as a share of the bandwidth. That comes from `hardware`, or
-    is measured: variants of a device may share a name.
+    """Return the bytes that a step must read over its time, as a share of the bandwidth. That comes
+    from `hardware`, or is measured: variants of a device may share a name.
     """
     given = plan.config.hardware.bandwidth_gbs
     measured_at = ("bandwidth", plan.device)
-    bandwidth = given * 1e9 if given else SHARED.fact(measured_at, lambda: read_bandwidth(plan.device))
+    bandwidth = (
+        given * 1e9 if given else SHARED.fact(measured_at, lambda: read_bandwidth(plan.device))
+    )
     target = batch.decoder.target  # one rank's share, as the bandwidth is one device's
     weights = target.step_weight_bytes
     kv = memory.kv_bytes(target.config, int(batch.decoder.state.prompt_len_B.sum()), plan.dtype)
     result: Metrics = {"roofline/bandwidth_gbs": bandwidth / 1e9}
     for name in ("target_decode", "verify"):
         if f"time/{name}_ms" in measured:
-            result[f"roofline/{name}"] = (weights + kv) / (measured[f"time/{name}_ms"] / 1e3) / bandwidth
+            result[f"roofline/{name}"] = (
+                (weights + kv) / (measured[f"time/{name}_ms"] / 1e3) / bandwidth
+            )
     return result
 
 

@@ -1,4 +1,6 @@
-"""scenario=serve on a server with OpenAI's API: one that runs already (engine=openai), or another engine's own."""
+"""scenario=serve on a server with OpenAI's API: one that runs already (engine=openai), or another
+engine's own.
+"""
 
 import asyncio
 from collections import Counter
@@ -19,7 +21,14 @@ from magicdec.peers.base import Counts, Servable
 from magicdec.peers.endpoint import Endpoint, described
 from magicdec.planning import build
 from magicdec.planning.resolve import Plan, resolve
-from magicdec.scenarios.levels import jobs_of, levels_of, prompts_of, speed_metrics, view, warm_up_of
+from magicdec.scenarios.levels import (
+    jobs_of,
+    levels_of,
+    prompts_of,
+    speed_metrics,
+    view,
+    warm_up_of,
+)
 from magicdec.scenarios.outcome import Outcome
 from magicdec.scenarios.outputs import Outputs
 from magicdec.scenarios.peer import load
@@ -47,7 +56,9 @@ class Level:
 
     @property
     def acceptance(self) -> tuple[Counts, str]:
-        """Return the counts of speculation, and what reports them: the answers, /metrics or nothing."""
+        """Return the counts of speculation, and what reports them: the answers, /metrics or
+        nothing.
+        """
         counts = [request.counts for request in self.answered]
         if counts and None not in counts:
             return sum(cast(list[Counts], counts), Counts()), "usage"
@@ -74,8 +85,8 @@ class Measurement:
     history: list[dict[str, Any]] = field(default_factory=list)
 
     async def measure(self, endpoint: Endpoint, way: str, level: Load) -> Metrics:
-        """Measure a level of load after a short request; return its metrics. Raise EndpointFailed if nothing was
-        answered.
+        """Measure a level of load after a short request; return its metrics. Raise EndpointFailed
+        if nothing was answered.
         """
         warm_up = warm_up_of(self.jobs)
         request = endpoint.generate(warm_up.prompt, warm_up.params).request
@@ -86,7 +97,9 @@ class Measurement:
         with self.progress.task(f"{way}, {level}", total=len(self.jobs)) as task:
             seed = self.plan.config.data.seed
             requests, seconds = await under_load(endpoint, self.jobs, level, seed, task.advance)
-        found = Level(cast(list[EndpointRequest], requests), seconds, before, await endpoint.counters())
+        found = Level(
+            cast(list[EndpointRequest], requests), seconds, before, await endpoint.counters()
+        )
         errors = (one.error for one in found.requests if one.error is not None)
         reasons = Counter(described(error, endpoint.address.time_limit_s) for error in errors)
         for reason, number in reasons.most_common(1):
@@ -95,14 +108,21 @@ class Measurement:
                 raise EndpointFailed(f"{endpoint.address.name}: {failed}: {reason}")
             to_stderr(f"warning: {failed}: {reason} ({number} times)")
         self.levels.setdefault(level, {})[way] = found
-        self.history[:] = [{one.kind: one.value} | self.metrics(ways) for one, ways in self.levels.items()]
+        self.history[:] = [
+            {one.kind: one.value} | self.metrics(ways) for one, ways in self.levels.items()
+        ]
         self.run.write_lines("history", self.history)
         return self.metrics({way: found})
 
     def metrics(self, ways: dict[str, Level]) -> Metrics:
-        """Return the metrics of a level. Requests that failed in either way are left out of both."""
+        """Return the metrics of a level. Requests that failed in either way are left out of
+        both.
+        """
         scenario, sampling = self.plan.config.settings(Serve), self.plan.config.sampling
-        kept = [all(way.requests[n].error is None for way in ways.values()) for n in range(len(self.jobs))]
+        kept = [
+            all(way.requests[n].error is None for way in ways.values())
+            for n in range(len(self.jobs))
+        ]
         result: Metrics = {}
         if any(kept):
             pairs = {
@@ -110,7 +130,9 @@ class Measurement:
                 for name, way in ways.items()
             }
             places = [place for place, keep in enumerate(kept) if keep]
-            categories = [self.prompts.categories[place] for place in places if self.prompts.categories]
+            categories = [
+                self.prompts.categories[place] for place in places if self.prompts.categories
+            ]
             result = speed_metrics(pairs, scenario, categories)
             if "speculative" in pairs:
                 result |= by_category(categories, partial(_acceptance, pairs["speculative"][0]))
@@ -126,13 +148,20 @@ class Measurement:
         return result
 
     def _lossless(self, same: bool) -> Metrics:
-        """Return whether the tokens are the same. In reduced precision, or an unknown one, they may differ."""
+        """Return whether the tokens are the same. In reduced precision, or an unknown one, they may
+        differ.
+        """
         is_exact = self.plan.dtype == torch.float32 and not self.plan.config.engine.is_remote
-        return {"lossless/identical": same, "lossless/passed": True if same else False if is_exact else None}
+        return {
+            "lossless/identical": same,
+            "lossless/passed": True if same else False if is_exact else None,
+        }
 
 
 def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
-    """Measure every level; a line of the history for each, and the last one's figures as the run's own."""
+    """Measure every level; a line of the history for each, and the last one's figures as the run's
+    own.
+    """
     tokenizer = build.tokenizer(plan)
     prompts = prompts_of(plan, tokenizer)
     work = Measurement(plan, run, prompts, jobs_of(plan, prompts), progress)
@@ -143,7 +172,9 @@ def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
     results |= work.metrics(last)
     written = {way: [request.tokens for request in level.requests] for way, level in last.items()}
     unknown: list[list[int]] = [[] for _ in prompts.tokens]
-    outputs = Outputs(prompts, written.get("autoregressive", unknown), written.get("speculative", []))
+    outputs = Outputs(
+        prompts, written.get("autoregressive", unknown), written.get("speculative", [])
+    )
     rows = outputs.rows(plan.config.data.save_prompts)
     shown = view(plan, results, work.history, work.facts["engine/served"])
     return Outcome(results, rows, work.history, view=shown)
@@ -152,11 +183,17 @@ def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
 def _acceptance(requests: Sequence[EndpointRequest], rows: Sequence[int]) -> Metrics:
     """Return the acceptance of some requests; {} if the answers do not tell it."""
     counts = [requests[row].counts for row in rows]
-    return {} if None in counts else short_acceptance(sum(cast(list[Counts], counts), Counts()).metrics(0))
+    return (
+        {}
+        if None in counts
+        else short_acceptance(sum(cast(list[Counts], counts), Counts()).metrics(0))
+    )
 
 
 async def _measure_all(work: Measurement, servers: Servable, tokenizer: object | None) -> None:
-    """Measure all levels in all ways: in turns at each level, where the servers of both ways run at once."""
+    """Measure all levels in all ways: in turns at each level, where the servers of both ways run at
+    once.
+    """
     scenario = work.plan.config.settings(Serve)
     for ways in [servers.ways] if servers.in_turns else [(way,) for way in servers.ways]:
         async with AsyncExitStack() as stack:
@@ -167,7 +204,9 @@ async def _measure_all(work: Measurement, servers: Servable, tokenizer: object |
                 warm_up = warm_up_of(work.jobs)
                 speculates = await endpoint.learn(warm_up.prompt, warm_up.params)
                 endpoints[way or WAYS[speculates]] = endpoint
-            work.facts["engine/served"] = f"{endpoint.model} at {address.url}, prompts as {endpoint.takes}"
+            work.facts["engine/served"] = (
+                f"{endpoint.model} at {address.url}, prompts as {endpoint.takes}"
+            )
             for level in levels_of(scenario):
                 for way, endpoint in endpoints.items():
                     await work.measure(endpoint, way, level)

@@ -38,7 +38,8 @@ class Figures:
         speculative = self.repeats.generations("speculative")
         if not speculative:
             return 0
-        return metrics.usual_gamma(speculative) or self.plan.config.gammas[-1]  # all rows ended at once
+        # All rows ended at once.
+        return metrics.usual_gamma(speculative) or self.plan.config.gammas[-1]
 
     @property
     def outputs(self) -> Outputs:
@@ -49,7 +50,10 @@ class Figures:
 
     def metrics(self) -> Metrics:
         """Return the figures, by the names of result.json."""
-        ways = [[metrics.speed_metrics(repeat[way]) for repeat in self.times if way in repeat] for way in WAYS]
+        ways = [
+            [metrics.speed_metrics(repeat[way]) for repeat in self.times if way in repeat]
+            for way in WAYS
+        ]
         outputs = self.outputs
         results = self.prompts.facts | {"output/fingerprint": outputs.fingerprint}
         results |= {"device": self.plan.device_name, **self.plan.sources}
@@ -65,7 +69,10 @@ class Figures:
         if disturbed := units.num_repeats - len(self.times):
             results["repeats_disturbed"] = disturbed
         if units.left_out:
-            results |= {"repeats_left_out": len(units.left_out), "repeats_left_out_why": units.left_out[0]}
+            results |= {
+                "repeats_left_out": len(units.left_out),
+                "repeats_left_out_why": units.left_out[0],
+            }
         return results | {"repeats_minutes": minutes(units.by_batch[0], len(units.by_batch))}
 
     def _speculation(self, outputs: Outputs) -> Metrics:
@@ -76,7 +83,9 @@ class Figures:
         results |= metrics.category_acceptance(self.prompts.categories, rounds)
         synthetic = self.plan.config.draft.synthetic_acceptance is not None
         results["acceptance/source"] = "synthetic" if synthetic else "measured"
-        return results | lossless(self.plan, outputs.autoregressive, outputs.speculative, self.stored.verdict)
+        return results | lossless(
+            self.plan, outputs.autoregressive, outputs.speculative, self.stored.verdict
+        )
 
     def history(self) -> list[dict]:
         """Return a line per round of the first repeat."""

@@ -1,4 +1,6 @@
-"""Levels of load, for every engine: what is sent, the metrics of each level, and how they are shown."""
+"""Levels of load, for every engine: what is sent, the metrics of each level, and how they are
+shown.
+"""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -52,16 +54,25 @@ def levels_of(scenario: Serve) -> list[Load]:
 
 
 def prompts_of(plan: Plan, tokenizer: object | None) -> Prompts:
-    """Return a prompt per request: those of a trace in its order, otherwise all lengths in turn, shuffled."""
+    """Return a prompt per request: those of a trace in its order, otherwise all lengths in turn,
+    shuffled.
+    """
     config, scenario = plan.config, plan.config.settings(Serve)
     count = scenario.num_requests
     if CORPORA[config.data.name].facts.own_lengths:
         prompts = build.prompts(plan, tokenizer, count)
     else:
-        lengths = [max(1, round(share * config.batch.context_len)) for share in scenario.length_shares][:count]
+        lengths = [
+            max(1, round(share * config.batch.context_len)) for share in scenario.length_shares
+        ][:count]
         numbers = [len(range(index, count, len(lengths))) for index in range(len(lengths))]
-        parts = [build.prompts(plan, tokenizer, *part) for part in zip(numbers, lengths, strict=True)]
-        prompts = Prompts(list(chain(*(one.tokens for one in parts))), list(chain(*(one.sources for one in parts))))
+        parts = [
+            build.prompts(plan, tokenizer, *part) for part in zip(numbers, lengths, strict=True)
+        ]
+        prompts = Prompts(
+            list(chain(*(one.tokens for one in parts))),
+            list(chain(*(one.sources for one in parts))),
+        )
     if prompts.arrivals_s:
         return prompts
     order = list(range(count))
@@ -75,7 +86,11 @@ def jobs_of(plan: Plan, prompts: Prompts) -> list[RequestSpec]:
     lengths = prompts.output_lens or [config.batch.generate_len for _ in rows]
     arrivals = prompts.arrivals_s or [0.0 for _ in rows]
     return [
-        RequestSpec(prompts.tokens[row], Params(lengths[row], Sampling.of(config.sampling, row)), arrivals[row])
+        RequestSpec(
+            prompts.tokens[row],
+            Params(lengths[row], Sampling.of(config.sampling, row)),
+            arrivals[row],
+        )
         for row in rows
     ]
 
@@ -83,11 +98,17 @@ def jobs_of(plan: Plan, prompts: Prompts) -> list[RequestSpec]:
 def warm_up_of(jobs: Sequence[RequestSpec]) -> RequestSpec:
     """Return the short request before a measurement."""
     params = jobs[0].params
-    return RequestSpec(jobs[0].prompt, replace(params, max_tokens=min(WARMUP_TOKENS, params.max_tokens)))
+    return RequestSpec(
+        jobs[0].prompt, replace(params, max_tokens=min(WARMUP_TOKENS, params.max_tokens))
+    )
 
 
-def speed_metrics(measured: Mapping[str, Measured], scenario: Serve, categories: Sequence[str] = ()) -> Metrics:
-    """Return the speed of each way and the speedups, named as in scenario=compare; the latencies by category, too."""
+def speed_metrics(
+    measured: Mapping[str, Measured], scenario: Serve, categories: Sequence[str] = ()
+) -> Metrics:
+    """Return the speed of each way and the speedups, named as in scenario=compare; the latencies by
+    category, too.
+    """
     result: Metrics = {}
     for way, (requests, seconds) in measured.items():
         figures = load_metrics(requests, seconds, scenario.latency_ms, scenario.first_token_ms)
@@ -108,19 +129,31 @@ def speed_metrics(measured: Mapping[str, Measured], scenario: Serve, categories:
 
 
 def _of_category(measured: Mapping[str, Measured], rows: Sequence[int]) -> Metrics:
-    """Return the number of requests of a category, their new tokens, and their latencies in each way."""
+    """Return the number of requests of a category, their new tokens, and their latencies in each
+    way.
+    """
     stats = {way: [requests[row].stats for row in rows] for way, (requests, _) in measured.items()}
-    result: Metrics = {"rows": len(rows), "tokens": sum(one.tokens for one in [*stats.values()][-1])}
+    result: Metrics = {
+        "rows": len(rows),
+        "tokens": sum(one.tokens for one in [*stats.values()][-1]),
+    }
     for way, some in stats.items():
         result |= {f"{way}/{name}": value for name, value in latency_metrics(some).items()}
     return result
 
 
-def view(plan: Plan, results: Metrics, history: Sequence[Mapping[str, Any]], server: str = "") -> RenderableType:
-    """Return what the terminal shows: both ways at each level of load. `server` describes one that is not ours."""
+def view(
+    plan: Plan, results: Metrics, history: Sequence[Mapping[str, Any]], server: str = ""
+) -> RenderableType:
+    """Return what the terminal shows: both ways at each level of load. `server` describes one that
+    is not ours.
+    """
     config, described, scenario = plan.config, to_dict(plan.config), plan.config.settings(Serve)
     most = "up to " if described["data"].get("output_len") else ""
-    lengths = f"{described_context(described, results)}, {most}{config.batch.generate_len} new tokens each"
+    lengths = (
+        f"{described_context(described, results)}, {most}{config.batch.generate_len} new tokens"
+        " each"
+    )
     place = [] if server else [described_place(described, plan.device_name)]
     lines = [
         Text(f"serve: {server or described_models(described)}", style="bold"),
@@ -128,9 +161,20 @@ def view(plan: Plan, results: Metrics, history: Sequence[Mapping[str, Any]], ser
         Text("; ".join([described_data(described), *place])),
     ]
     if config.draft.synthetic_acceptance is not None:
-        lines.append(Text("SYNTHETIC acceptance: drawn, not measured; only the times are real", style="bold yellow"))
+        lines.append(
+            Text(
+                "SYNTHETIC acceptance: drawn, not measured; only the times are real",
+                style="bold yellow",
+            )
+        )
     ways = [way for way in WAYS if any(f"{way}/tokens_per_second" in row for row in history)]
-    parts: list[RenderableType] = [*lines, Text(), speeds(history, ways), Text(), latencies(history, ways)]
+    parts: list[RenderableType] = [
+        *lines,
+        Text(),
+        speeds(history, ways),
+        Text(),
+        latencies(history, ways),
+    ]
     if found := categories(results):
         parts += [Text(), found]
     if line := accepted(history):
@@ -138,43 +182,62 @@ def view(plan: Plan, results: Metrics, history: Sequence[Mapping[str, Any]], ser
     if compared := [row for row in history if "lossless/identical" in row]:
         worst = min(compared, key=lambda row: row["lossless/identical"] is not False)
         parts.append(Text.assemble("\nlossless          ", losslessness(described, worst)))
-    if limits := [f"{way} {results[key]:g}" for way in WAYS if (key := f"{way}/slo_{scenario.slo}") in results]:
+    if limits := [
+        f"{way} {results[key]:g}" for way in WAYS if (key := f"{way}/slo_{scenario.slo}") in results
+    ]:
         parts.append(Text(f"\nhighest {scenario.slo} within the bounds: {', '.join(limits)}"))
     return Group(*parts)
 
 
 def speeds(history: Sequence[Mapping[str, Any]], ways: Sequence[str]) -> Table:
     """Return a table with a line per level: the throughput of each way, and both speedups."""
-    speedups = {"speedup": "speedup per request", "speedup_duration": "per level"} if len(ways) > 1 else {}
+    speedups = (
+        {"speedup": "speedup per request", "speedup_duration": "per level"} if len(ways) > 1 else {}
+    )
     table = new_table("tokens/s", *ways, *speedups.values())
     for row in history:
         rates = (three_digits(row.get(f"{way}/tokens_per_second")) for way in ways)
-        table.add_row(_load(row), *rates, *(f"{row[key]:.2f}x" if key in row else "" for key in speedups))
+        table.add_row(
+            _load(row), *rates, *(f"{row[key]:.2f}x" if key in row else "" for key in speedups)
+        )
     return table
 
 
 def accepted(history: Sequence[Mapping[str, Any]]) -> str:
-    """Return a line with the acceptance, from the level with the least to that with the most; "" if it is unknown."""
+    """Return a line with the acceptance, from the level with the least to that with the most; "" if
+    it is unknown.
+    """
 
     def span(key: str, form: str) -> str:
         values = sorted(row[key] for row in history if row.get(key) is not None)
         ends = dict.fromkeys(format(value, form) for value in values[:1] + values[-1:])
         return " to ".join(ends)
 
-    parts = {"of proposals": span("acceptance_rate", ".1%"), "tokens per round": span("acceptance_length", ".2f")}
+    parts = {
+        "of proposals": span("acceptance_rate", ".1%"),
+        "tokens per round": span("acceptance_length", ".2f"),
+    }
     known = [f"{figures} {what}" for what, figures in parts.items() if figures]
     return f"acceptance        {', '.join(known)}" if known else ""
 
 
 def latencies(history: Sequence[Mapping[str, Any]], ways: Sequence[str]) -> Table:
-    """Return a table with a line per level and way. A latency is its median and its 99th percentile."""
-    present = {key: column for key, column in LATENCIES.items() if any(f"{way}/{key}" in history[0] for way in ways)}
+    """Return a table with a line per level and way. A latency is its median and its 99th
+    percentile.
+    """
+    present = {
+        key: column
+        for key, column in LATENCIES.items()
+        if any(f"{way}/{key}" in history[0] for way in ways)
+    }
     table = new_table("median | 99%", *(label for label, _ in present.values()))
     table.padding = (0, 1, 0, 0)
     for row in history:
         table.add_row(Text(_load(row), style="bold"))
         for way in ways:
-            figures = (_percentiles(row, f"{way}/{key}", scale) for key, (_, scale) in present.items())
+            figures = (
+                _percentiles(row, f"{way}/{key}", scale) for key, (_, scale) in present.items()
+            )
             if f"{way}/tokens_per_second" in row:
                 table.add_row(f"  {way}", *figures)
     return table

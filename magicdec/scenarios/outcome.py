@@ -13,4 +13,5 @@ class Outcome:
     history: list[dict] = field(default_factory=list)  # a dict per round
     samples: list[dict] = field(default_factory=list)  # text of a few rows, for people
     system: list[dict] = field(default_factory=list)  # the machine's load, a dict every few seconds
-    view: Any = None  # what the terminal shows in place of the usual table: anything that rich prints
+    # What the terminal shows in place of the usual table: anything that rich prints.
+    view: Any = None

@@ -1,5 +1,5 @@
-"""scenario=compare on another engine: the same prompts, metrics and files as on ours, except for what needs a look
-inside (the profile of a round, the logits of the audit, the cost model).
+"""scenario=compare on another engine: the same prompts, metrics and files as on ours, except for
+what needs a look inside (the profile of a round, the logits of the audit, the cost model).
 """
 
 from typing import Any
@@ -25,7 +25,8 @@ Repeat = list[PeerGeneration]  # a generation per batch
 
 
 def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
-    """Decode every batch `scenario.repeats` times both ways, one way after the other; medians are the result.
+    """Decode every batch `scenario.repeats` times both ways, one way after the other; medians are
+    the result.
 
     A peer prefills in every pass: its time to first token is a median, too.
     """
@@ -33,18 +34,30 @@ def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
     tokenizer = build.tokenizer(plan)
     prompts = build.prompts(plan, tokenizer)
     rows = prompts.tokens
-    batches = [rows[start : start + int(batch.size)] for start in range(0, len(rows), int(batch.size))]
+    batches = [
+        rows[start : start + int(batch.size)] for start in range(0, len(rows), int(batch.size))
+    ]
     gpu = Watch(plan.device)
     with progress.task(f"loading {config.engine.name}", total=None):
         engine = load(plan)
     with engine:
         plain = _passes(engine, batches, "autoregressive", plan, progress)
-        fast = _passes(engine, batches, "speculative", plan, progress) if config.draft.name != "none" else []
+        fast = (
+            _passes(engine, batches, "speculative", plan, progress)
+            if config.draft.name != "none"
+            else []
+        )
         peak, version = engine.peak_bytes, engine.version
     outputs = Outputs(prompts, _tokens(plain[0]), _tokens(fast[0]) if fast else [])
     results: Metrics = {**prompts.facts, "output/fingerprint": outputs.fingerprint}
-    results |= {"device": plan.device_name, "engine/version": version, **plan.sources} | gpu.metrics()
-    results |= speeds([_speed(one) for one in plain], [_speed(one) for one in fast]) | {"repeats": len(plain)}
+    results |= {
+        "device": plan.device_name,
+        "engine/version": version,
+        **plan.sources,
+    } | gpu.metrics()
+    results |= speeds([_speed(one) for one in plain], [_speed(one) for one in fast]) | {
+        "repeats": len(plain)
+    }
     results |= outputs.sizes_by_category
     if fast:
         counts = sum((generation.counts for one in fast for generation in one), Counts())
@@ -52,7 +65,9 @@ def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
         results |= counts.metrics(gamma) | {"gamma": gamma, "acceptance/source": "measured"}
         results |= lossless(plan, outputs.autoregressive, outputs.speculative)
     results |= outputs.accuracy(tokenizer) | {"memory/peak_gib": peak / GIB}
-    return Outcome(results, outputs.rows(config.data.save_prompts), samples=outputs.samples(tokenizer))
+    return Outcome(
+        results, outputs.rows(config.data.save_prompts), samples=outputs.samples(tokenizer)
+    )
 
 
 def load(plan: Plan) -> Any:
@@ -77,7 +92,9 @@ def load(plan: Plan) -> Any:
     return ENGINES[c.engine.name].work(spec)
 
 
-def _passes(engine: Peer, batches: list[list[list[int]]], way: str, plan: Plan, progress: Progress) -> list[Repeat]:
+def _passes(
+    engine: Peer, batches: list[list[list[int]]], way: str, plan: Plan, progress: Progress
+) -> list[Repeat]:
     """Return the repeats of one way, after a short warm-up."""
     generate_len, fast = plan.config.batch.generate_len, way == "speculative"
     repeats = int(plan.config.settings(Compare).repeats)
@@ -87,7 +104,9 @@ def _passes(engine: Peer, batches: list[list[list[int]]], way: str, plan: Plan, 
         for _ in range(repeats):
             passes.append([])
             for number, batch in enumerate(batches):
-                passes[-1].append(engine.generate(batch, generate_len, fast, number * len(batches[0])))
+                passes[-1].append(
+                    engine.generate(batch, generate_len, fast, number * len(batches[0]))
+                )
                 task.advance(1)
     return passes
 

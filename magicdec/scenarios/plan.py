@@ -1,4 +1,6 @@
-"""Search for draft, policy, budget, gamma and batch: predict, rank, and write the best as an experiment."""
+"""Search for draft, policy, budget, gamma and batch: predict, rank, and write the best as an
+experiment.
+"""
 
 import sys
 from collections import defaultdict
@@ -12,7 +14,14 @@ from rich.table import Table
 from magicdec.commands import command_line
 from magicdec.config.choices import DraftConfig
 from magicdec.config.schema import Config, Search, check_is_read
-from magicdec.costmodel.planner import FOUND_BY, Candidate, Ranking, Workload, experiment_yaml, search
+from magicdec.costmodel.planner import (
+    FOUND_BY,
+    Candidate,
+    Ranking,
+    Workload,
+    experiment_yaml,
+    search,
+)
 from magicdec.costmodel.predict import pays_from, predict
 from magicdec.costmodel.round import Setup
 from magicdec.errors import UserError
@@ -26,7 +35,8 @@ from magicdec.tracking.cells import new_table
 from magicdec.tracking.progress import Progress
 from magicdec.tracking.store import Run, shown
 
-EXPERIMENTS = Path("conf", "experiment")  # of the working directory: in a checkout its own, otherwise the user's
+# Of the working directory: in a checkout its own, otherwise the user's.
+EXPERIMENTS = Path("conf", "experiment")
 CHOICES = ("draft", "cache")
 SHOWN = 12  # candidates in the table
 ALPHAS = (0.5, 0.6, 0.7, 0.8, 0.9)  # that an assumed acceptance is compared with
@@ -34,12 +44,17 @@ SHOWN_UNKNOWN = 6  # configurations without a known acceptance
 
 
 def prepare(config: Config) -> Plan:
-    """Resolve a search. Raise UserError rather than overwrite an experiment that no search has written."""
+    """Resolve a search. Raise UserError rather than overwrite an experiment that no search has
+    written.
+    """
     name = config.settings(Search).save_as
     if name is not None:
         path = _experiment(name)
         if path.exists() and FOUND_BY not in path.read_text(encoding="utf-8"):
-            raise UserError(f"scenario.save_as={name}: {shown(path)} is there already; choose another name, or null")
+            raise UserError(
+                f"scenario.save_as={name}: {shown(path)} is there already; choose another name, or"
+                " null"
+            )
         check_is_read("experiment", name, path, f"scenario.save_as={name}")
     plan = prepare_prediction(config)
     if _is_of_own_draft(config):
@@ -51,20 +66,30 @@ def prepare(config: Config) -> Plan:
 
 
 def _is_of_own_draft(config: Config) -> bool:
-    """Return whether the run's own draft is searched alone: its acceptance is given, or a schedule is made for it."""
+    """Return whether the run's own draft is searched alone: its acceptance is given, or a schedule
+    is made for it.
+    """
     scenario = config.settings(Search)
     return assumed_alpha(config, scenario) is not None or scenario.schedule is not None
 
 
 def _searched(config: Config) -> list[DraftConfig]:
     """Return the drafts to search."""
-    return [draft_named(name, config.draft.tensor_parallel) for name in config.settings(Search).drafts]
+    return [
+        draft_named(name, config.draft.tensor_parallel) for name in config.settings(Search).drafts
+    ]
 
 
 def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
-    """Search for a target, a machine and a context; a line of the history for every candidate, the best first."""
+    """Search for a target, a machine and a context; a line of the history for every candidate, the
+    best first.
+    """
     config, scenario = plan.config, plan.config.settings(Search)
-    setup, known, command = setup_of(plan), curves(config), command_line(["magicdec", *sys.argv[1:]])
+    setup, known, command = (
+        setup_of(plan),
+        curves(config),
+        command_line(["magicdec", *sys.argv[1:]]),
+    )
     workload = Workload(scenario.workload or [(setup.context, max(2, config.batch.generate_len))])
     if scenario.workload:
         setup = setup.at(context=workload.context_len)
@@ -98,10 +123,17 @@ def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text, encoding="utf-8")
         except OSError as error:
-            raise UserError(f"scenario.save_as={scenario.save_as}: {error}; null writes none") from error
-        view.append(f"the best as an experiment: {shown(file)}; run it with experiment={scenario.save_as}")
+            raise UserError(
+                f"scenario.save_as={scenario.save_as}: {error}; null writes none"
+            ) from error
+        view.append(
+            f"the best as an experiment: {shown(file)}; run it with experiment={scenario.save_as}"
+        )
     metrics = {"device": plan.device_name} | (best.prediction.metrics() if best.prediction else {})
-    metrics |= {"predicted/tokens_per_second": best.tokens_per_second, "predicted/speedup": best.speedup}
+    metrics |= {
+        "predicted/tokens_per_second": best.tokens_per_second,
+        "predicted/speedup": best.speedup,
+    }
     metrics["predicted/speedup_wall"] = best.speedup_wall
     metrics |= {f"predicted/{name}": value for name, value in served.items()}
     return Outcome(metrics, history=[_facts(one) for one in ranking.ranked], view=Group(*view))
@@ -114,14 +146,21 @@ def _experiment(name: str) -> Path:
 def _view(ranking: Ranking) -> Group:
     """Return what the terminal shows: the ranking, and what could not be ranked."""
     columns = ("batch", *CHOICES, "gamma", "tokens/s", "TPOT ms", "speedup")
-    table = new_table(*columns, title="plans; speedups per row | per batch", num_words=2 + len(CHOICES))
+    table = new_table(
+        *columns, title="plans; speedups per row | per batch", num_words=2 + len(CHOICES)
+    )
     table.padding = (0, 1, 0, 0)  # to fit into 80 columns
     for one in ranking.ranked[:SHOWN]:
         chosen = (*_choices(one.setup), str(one.gamma)) if one.prediction else ("none", "", "")
         rates = f"{one.tokens_per_second:,.0f}", f"{1e3 * one.time_per_token_s:.1f}"
-        speedups = " | ".join(f"{speedup:.2f}x" for speedup in (one.speedup, one.speedup_wall) if speedup)
+        speedups = " | ".join(
+            f"{speedup:.2f}x" for speedup in (one.speedup, one.speedup_wall) if speedup
+        )
         table.add_row(str(one.setup.batch), *chosen, *rates, speedups)
-    left_out = f"left out: {ranking.too_large} that do not fit into memory, {ranking.too_slow} beyond the latency bound"
+    left_out = (
+        f"left out: {ranking.too_large} that do not fit into memory, {ranking.too_slow} beyond the"
+        " latency bound"
+    )
     return Group(table, *([_unknown(ranking)] if ranking.unknown else []), left_out)
 
 
@@ -129,7 +168,10 @@ def _by_alpha(setup: Setup, scenario: Search, alpha: float) -> Table:
     """Return the best gamma and its speedup per row, by batch and alpha."""
     alphas = sorted({*ALPHAS, round(alpha, 2)})
     columns = ("batch", *(f"alpha {one:g}" for one in alphas))
-    table = new_table(*columns, title=f"best gamma and speedup per row, if alpha were different: {setup.draft_title}")
+    table = new_table(
+        *columns,
+        title=f"best gamma and speedup per row, if alpha were different: {setup.draft_title}",
+    )
     for batch in scenario.batch_sizes or [setup.batch]:
         found = [predict(setup.at(batch=batch), scenario.gammas, one).best for one in alphas]
         table.add_row(str(batch), *(f"{at.gamma}: {at.speedup:.2f}x" for at in found))
@@ -137,26 +179,37 @@ def _by_alpha(setup: Setup, scenario: Search, alpha: float) -> Table:
 
 
 def _served(best: Candidate, workload: Workload) -> dict[str, float]:
-    """Return requests per second of the best plan and of autoregressive decoding, both with their prefills."""
+    """Return requests per second of the best plan and of autoregressive decoding, both with their
+    prefills.
+    """
     setup, drafts = best.setup, best.prediction is not None
     rates = {
         "requests_per_second": workload.requests_per_second(setup, best.time_per_token_s, drafts),
-        "autoregressive_requests_per_second": workload.requests_per_second(setup, setup.target_time.total, False),
+        "autoregressive_requests_per_second": workload.requests_per_second(
+            setup, setup.target_time.total, False
+        ),
     }
-    return rates | {"speedup_with_prefill": rates["requests_per_second"] / rates["autoregressive_requests_per_second"]}
+    return rates | {
+        "speedup_with_prefill": (
+            rates["requests_per_second"] / rates["autoregressive_requests_per_second"]
+        )
+    }
 
 
 def _verdict(served: Mapping[str, float]) -> str:
     """Return the best plan's gain for users, who wait for prefills, too."""
     with_it, without = served["requests_per_second"], served["autoregressive_requests_per_second"]
     return (
-        f"with prefill, the best plan serves {with_it:.3g} requests/s, {served['speedup_with_prefill']:.2f}x of "
-        f"{without:.3g} without speculation, assuming that the batch is always full and that prompts share nothing"
+        f"with prefill, the best plan serves {with_it:.3g} requests/s,"
+        f" {served['speedup_with_prefill']:.2f}x of {without:.3g} without speculation, assuming"
+        " that the batch is always full and that prompts share nothing"
     )
 
 
 def _unknown(ranking: Ranking) -> Table:
-    """Return the alpha from which a configuration pays, for each batch that it fits into memory with."""
+    """Return the alpha from which a configuration pays, for each batch that it fits into memory
+    with.
+    """
     batches = sorted({prediction.setup.batch for prediction in ranking.unknown})
     found: dict[tuple[str, ...], dict[int, str]] = defaultdict(dict)
     for prediction in ranking.unknown:

@@ -14,7 +14,9 @@ EVERY, INTERVAL_S = 8, 1.0  # rounds between two looks at the clock, and seconds
 
 
 class Points:
-    """Counter of a pass's rounds, called by the decoder every round. It reports a point now and then."""
+    """Counter of a pass's rounds, called by the decoder every round. It reports a point now and
+    then.
+    """
 
     def __init__(self, state: State, way: str, stage: Stage, progress: Progress):
         self._state, self._way, self._stage, self._progress = state, way, stage, progress
@@ -38,10 +40,14 @@ class Points:
             self._begin_to_read(now)
 
     def _begin_to_read(self, now: float) -> None:
-        """Sum the counters since the last point on the device, and copy the sums while it goes on."""
+        """Sum the counters since the last point on the device, and copy the sums while it goes
+        on.
+        """
         accepted_RB = self._state.accepted_RB[self._from : self._count]
         committed_RB = self._state.committed_RB[self._from : self._count]
-        sums = torch.stack([(accepted_RB >= 0).sum(), accepted_RB.clamp(min=0).sum(), committed_RB.sum()])
+        sums = torch.stack(
+            [(accepted_RB >= 0).sum(), accepted_RB.clamp(min=0).sum(), committed_RB.sum()]
+        )
         event = None
         if sums.is_cuda:
             sums = torch.empty(3, dtype=sums.dtype, pin_memory=True).copy_(sums, non_blocking=True)
@@ -57,7 +63,10 @@ class Points:
         sums, _, count, seconds = self._read
         self._read = None
         rounds, accepted, committed = sums.tolist()
-        point = {f"live/{self._way}/round": count, f"live/{self._way}/tokens_per_second": committed / seconds}
+        point = {
+            f"live/{self._way}/round": count,
+            f"live/{self._way}/tokens_per_second": committed / seconds,
+        }
         if self._way == "speculative" and rounds:
             point["live/accepted"] = accepted / rounds
         self._progress.report(point)

@@ -1,4 +1,6 @@
-"""The prediction for a configuration, without loading anything: times, speedup by gamma, S*, memory and a verdict."""
+"""The prediction for a configuration, without loading anything: times, speedup by gamma, S*, memory
+and a verdict.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -46,7 +48,11 @@ def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
     """Predict one configuration; a line of the history for every gamma."""
     prediction = predicted(plan)
     history = [
-        {"gamma": at.gamma, "predicted/round_ms": 1e3 * at.times.round_s, "predicted/speedup": at.speedup}
+        {
+            "gamma": at.gamma,
+            "predicted/round_ms": 1e3 * at.times.round_s,
+            "predicted/speedup": at.speedup,
+        }
         for at in prediction.by_gamma
     ]
     known = published(prediction.setup, task_of(plan.config), plan.config.draft.gamma)
@@ -55,11 +61,22 @@ def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
 
 
 def _view(prediction: Prediction, known: Mapping[str, Any] | None = None) -> Group:
-    """Return what the terminal shows: a table of gammas, what bounds each step, the verdict, and published values."""
+    """Return what the terminal shows: a table of gammas, what bounds each step, the verdict, and
+    published values.
+    """
     held, setup = prediction.memory, prediction.setup
-    memory = f"memory per GPU: {held.total / GIB:.1f} of {setup.hardware.device.memory / GIB:.0f} GiB"
+    memory = (
+        f"memory per GPU: {held.total / GIB:.1f} of {setup.hardware.device.memory / GIB:.0f} GiB"
+    )
     note = f"{setup.hardware.name}: {setup.hardware.note}"
-    parts: list[Any] = [_gammas(prediction), _breakdown(prediction), memory, note, "", verdict(prediction)]
+    parts: list[Any] = [
+        _gammas(prediction),
+        _breakdown(prediction),
+        memory,
+        note,
+        "",
+        verdict(prediction),
+    ]
     if known:
         where = f"the paper's Table {known['published/table']}: {known['published/speedup']:.2f}x"
         model = f"predicted for its acceptance: {known['published/predicted_speedup']:.2f}x"
@@ -70,7 +87,17 @@ def _view(prediction: Prediction, known: Mapping[str, Any] | None = None) -> Gro
 def _gammas(prediction: Prediction) -> Table:
     setup = prediction.setup
     title = f"predicted: {setup.target_label}, {setup.draft_title}; ms, and speedups"
-    columns = ("gamma", "T_T", "T_D", "T_select", "T_V", "round", "per row", "per batch", "pays from alpha")
+    columns = (
+        "gamma",
+        "T_T",
+        "T_D",
+        "T_select",
+        "T_V",
+        "round",
+        "per row",
+        "per batch",
+        "pays from alpha",
+    )
     table = new_table(*columns, title=title)
     table.padding = (0, 1, 0, 0)  # to fit into 80 columns
     for at in prediction.by_gamma:
@@ -79,7 +106,10 @@ def _gammas(prediction: Prediction) -> Table:
             str(at.gamma),
             *(f"{1e3 * time.total:.2f}" for time in times),
             f"{1e3 * at.times.round_s:.2f}",
-            *("?" if one is None else f"{one:.2f}x" for one in (at.speedup, prediction.speedup_wall(at))),
+            *(
+                "?" if one is None else f"{one:.2f}x"
+                for one in (at.speedup, prediction.speedup_wall(at))
+            ),
             pays_from(at),
             style="bold" if at is prediction.best else "",
         )
@@ -89,7 +119,9 @@ def _gammas(prediction: Prediction) -> Table:
 def _breakdown(prediction: Prediction) -> Table:
     """Return the milliseconds of each step at the best gamma, by what bounds them."""
     times = prediction.best.times
-    table = new_table("", *times.target._fields, title=f"what bounds the steps at gamma {times.gamma}; ms")
+    table = new_table(
+        "", *times.target._fields, title=f"what bounds the steps at gamma {times.gamma}; ms"
+    )
     for name, time in (("T_T", times.target), ("T_D", times.draft), ("T_V", times.verify)):
         table.add_row(name, *(f"{1e3 * part:.2f}" for part in time))
     return table

@@ -1,4 +1,6 @@
-"""What the formula and the cost model say of a run that has been measured, and how far off they are."""
+"""What the formula and the cost model say of a run that has been measured, and how far off they
+are.
+"""
 
 import logging
 from collections.abc import Mapping
@@ -20,7 +22,9 @@ log = logging.getLogger(__name__)
 
 
 def predicted(plan: Plan, results: Mapping[str, Any]) -> Metrics:
-    """Return `formula/*`, `predicted/*`, `limit/*` and `published/*` for the results of a run with a draft."""
+    """Return `formula/*`, `predicted/*`, `limit/*` and `published/*` for the results of a run with
+    a draft.
+    """
     gamma = results.get("gamma")
     if not gamma:
         return {}
@@ -28,8 +32,9 @@ def predicted(plan: Plan, results: Mapping[str, Any]) -> Metrics:
 
 
 def _formula(plan: Plan, results: Mapping[str, Any], gamma: int) -> Metrics:
-    """Return the speedup by the paper's formula, from the measured times and acceptance: for a row and, where all rows
-    become equally long, in wall-clock time for the batch, which waits for its slowest row.
+    """Return the speedup by the paper's formula, from the measured times and acceptance: for a row
+    and, where all rows become equally long, in wall-clock time for the batch, which waits for its
+    slowest row.
     """
     if "alpha" not in results or "speedup" not in results:
         return {}
@@ -38,7 +43,8 @@ def _formula(plan: Plan, results: Mapping[str, Any], gamma: int) -> Metrics:
     formula = formula_speedup(gamma, alpha, decode, draft, verify)
     metrics: Metrics = {"formula/speedup": formula, "formula/speedup_error": formula / speedup - 1}
     if plan.config.sampling.ignore_eos:
-        rows, steps = int(plan.config.batch.size), plan.config.batch.generate_len - 1  # the prefill gives the first
+        # The prefill gives the first.
+        rows, steps = int(plan.config.batch.size), plan.config.batch.generate_len - 1
         whole = round_time(gamma, draft, verify)
         metrics["formula/speedup_wall"] = batch_speedup(gamma, alpha, rows, steps, decode, whole)
     return metrics
@@ -48,12 +54,20 @@ def _by_cost_model(plan: Plan, results: Mapping[str, Any], gamma: int) -> Metric
     """Return the prediction for these rounds at the measured acceptance, and its errors."""
     known = device_in(plan.device_name)
     measured_at = ("matmul rate", plan.device, plan.dtype)
-    rate = None if known else SHARED.fact(measured_at, lambda: matmul_rate(plan.device, plan.dtype)) / 1e12
+    rate = (
+        None
+        if known
+        else SHARED.fact(measured_at, lambda: matmul_rate(plan.device, plan.dtype)) / 1e12
+    )
     bandwidth = float(results["roofline/bandwidth_gbs"] or 0.0)
     try:
         setup = setup_of(plan, bandwidth, rate).at(context=round(results["data/context_len_mean"]))  # type: ignore[arg-type]
         errors = predicted_metrics(setup, gamma, results, plan.config.batch.generate_len)
-        return errors | limit_metrics(setup, gamma, results) | published(setup, task_of(plan.config), gamma)
+        return (
+            errors
+            | limit_metrics(setup, gamma, results)
+            | published(setup, task_of(plan.config), gamma)
+        )
     except UserError as error:  # a draft that has no cost model
         log.info("not predicted: %s", error)
         return {}

@@ -1,4 +1,6 @@
-"""Only the times: T_T, T_D and T_V(gamma) over a grid, over caches filled directly instead of prefilled."""
+"""Only the times: T_T, T_D and T_V(gamma) over a grid, over caches filled directly instead of
+prefilled.
+"""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -21,7 +23,9 @@ prepare = resolve
 
 
 def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
-    """Time every point of scenario.batch_sizes x context_lens x gammas; a point is a line of the history."""
+    """Time every point of scenario.batch_sizes x context_lens x gammas; a point is a line of the
+    history.
+    """
     scenario = plan.config.settings(Profile)
     peak = memory.Peak(plan.device)
     engine = build.engine(plan, progress)

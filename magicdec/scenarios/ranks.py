@@ -1,7 +1,8 @@
 """Work on several ranks, a process each: if one fails or dies, all are ended.
 
-Every rank runs the same program on its own share of the models and computes the same tokens, so that ranks need no
-instructions from each other. Rank 0's result is returned; the others' are the same, and are dropped.
+Every rank runs the same program on its own share of the models and computes the same tokens, so
+that ranks need no instructions from each other. Rank 0's result is returned; the others' are the
+same, and are dropped.
 """
 
 import gc
@@ -25,7 +26,8 @@ from typing import Any, NamedTuple
 from magicdec import threads
 from magicdec.errors import exit_in_words
 
-CONTEXT = multiprocessing.get_context("spawn")  # the state of CUDA and of threads does not survive a fork
+# The state of CUDA and of threads does not survive a fork.
+CONTEXT = multiprocessing.get_context("spawn")
 GRACE_S = 0.5  # for further failures: a rank that loses its peer fails too
 EXIT_S = 5.0  # for the end of the process group and of the processes
 FINISH_S = 300.0  # for rank 0's result once another rank has finished: they do the same work
@@ -41,14 +43,20 @@ class Message(NamedTuple):
 
 
 def on_ranks(
-    num_ranks: int, device: str, function: Callable, *arguments: Any, time_limit_s: float | None = None
+    num_ranks: int,
+    device: str,
+    function: Callable,
+    *arguments: Any,
+    time_limit_s: float | None = None,
 ) -> Any:
-    """Call `function(rank, *arguments)` in `num_ranks` new processes, a process group, and return rank 0's result.
+    """Call `function(rank, *arguments)` in `num_ranks` new processes, a process group, and return
+    rank 0's result.
 
-    `device` is cuda (a GPU each, joined by NCCL) or cpu (gloo). The function, its arguments and its result travel by
-    pickle, between processes of this program alone. The error of the first rank that fails is raised here, with that
-    rank's traceback as a note, RuntimeError if a rank dies without a message, and TimeoutError if there is no result in
-    time; the other ranks are then ended.
+    `device` is cuda (a GPU each, joined by NCCL) or cpu (gloo). The function, its arguments and its
+    result travel by pickle, between processes of this program alone. The error of the first rank
+    that fails is raised here, with that rank's traceback as a note, RuntimeError if a rank dies
+    without a message, and TimeoutError if there is no result in time; the other ranks are then
+    ended.
     """
     processes: list[BaseProcess] = []
     ends: list[Connection] = []
@@ -56,7 +64,15 @@ def on_ranks(
         try:
             for rank in range(num_ranks):
                 end, other_end = CONTEXT.Pipe(duplex=False)
-                work = (rank, num_ranks, device, str(Path(folder, "rendezvous")), other_end, function, arguments)
+                work = (
+                    rank,
+                    num_ranks,
+                    device,
+                    str(Path(folder, "rendezvous")),
+                    other_end,
+                    function,
+                    arguments,
+                )
                 processes.append(CONTEXT.Process(target=_rank, args=work, daemon=True))
                 processes[-1].start()
                 other_end.close()  # now a rank's death closes its pipe
@@ -77,7 +93,9 @@ def _join(processes: list[BaseProcess]) -> None:
         process.join(max(0.0, deadline - time.monotonic()))
 
 
-def _result(processes: list[BaseProcess], ends: list[Connection], time_limit_s: float | None) -> Any:
+def _result(
+    processes: list[BaseProcess], ends: list[Connection], time_limit_s: float | None
+) -> Any:
     """Wait for rank 0's result, or for the first failure."""
     messages: dict[int, Message] = {}
     late = f"the ranks gave no result within {time_limit_s or 0:g} s"
@@ -99,9 +117,14 @@ def _result(processes: list[BaseProcess], ends: list[Connection], time_limit_s: 
 
 
 def _receive(
-    processes: list[BaseProcess], ends: list[Connection], messages: dict[int, Message], timeout: float | None
+    processes: list[BaseProcess],
+    ends: list[Connection],
+    messages: dict[int, Message],
+    timeout: float | None,
 ) -> None:
-    """Receive the messages of ranks that have any. A rank that died without one counts as the first to fail."""
+    """Receive the messages of ranks that have any. A rank that died without one counts as the first
+    to fail.
+    """
     for end in wait([end for rank, end in enumerate(ends) if rank not in messages], timeout):
         rank = ends.index(end)  # type: ignore[arg-type]
         try:
@@ -114,10 +137,16 @@ def _receive(
 
 
 def _rank(
-    rank: int, num_ranks: int, device: str, rendezvous: str, end: Connection, function: Callable, arguments: tuple
+    rank: int,
+    num_ranks: int,
+    device: str,
+    rendezvous: str,
+    end: Connection,
+    function: Callable,
+    arguments: tuple,
 ) -> None:
-    """Run a rank: the target of its process. Send the result before the process group ends, which may hang: the parent
-    waits EXIT_S for that.
+    """Run a rank: the target of its process. Send the result before the process group ends, which
+    may hang: the parent waits EXIT_S for that.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends its ranks
     follow_parent()

@@ -14,7 +14,8 @@ from magicdec.scenarios.units import Repeats, Unit
 from magicdec.units import WAYS
 
 FIRST = 5  # repeats, before an interval decides whether there are more
-IN_A_ROW = 2  # repeats after which the interval is narrow: a run that stops at the first is too often lucky
+# Repeats after which the interval is narrow: a run that stops at the first is too often lucky.
+IN_A_ROW = 2
 
 
 @dataclass(frozen=True)
@@ -31,9 +32,11 @@ class Goal:
         return self.before + (FIRST if repeats == "auto" else int(repeats))
 
     def is_reached(self, batch: Sequence[Unit], num_batches: int) -> bool:
-        """Return whether a run's first batch has been decoded often enough; it decides for all batches.
+        """Return whether a run's first batch has been decoded often enough; it decides for all
+        batches.
 
-        With scenario.repeats=auto that is when the interval is narrow, or when decoding has taken `max_minutes`.
+        With scenario.repeats=auto that is when the interval is narrow, or when decoding has taken
+        `max_minutes`.
         """
         comparable = [unit for unit in batch if unit.left_out is None]
         if self.scenario.repeats != "auto":
@@ -43,7 +46,9 @@ class Goal:
         return len(comparable) >= self.wanted and self._is_narrow(comparable)
 
     def _is_narrow(self, batch: Sequence[Unit]) -> bool:
-        """Return whether the interval is, and was before each of the last repeats but the first of them."""
+        """Return whether the interval is, and was before each of the last repeats but the first of
+        them.
+        """
         times = Repeats.of([batch]).times
         widths = [precision(times[: len(times) - dropped]) for dropped in range(IN_A_ROW)]
         return all(width is not None and width <= self.scenario.precision for width in widths)
@@ -65,20 +70,30 @@ class Goal:
 
 
 def minutes(batch: Sequence[Unit], num_batches: int) -> float:
-    """Return the minutes of decoding that all batches take for as many repeats as the first one has."""
-    seconds = sum(g.round_seconds[-1] for unit in batch for g in unit.ways.values() if g.round_seconds)
+    """Return the minutes of decoding that all batches take for as many repeats as the first one
+    has.
+    """
+    seconds = sum(
+        g.round_seconds[-1] for unit in batch for g in unit.ways.values() if g.round_seconds
+    )
     return num_batches * seconds / 60
 
 
 def precision(times_K: Sequence[Times]) -> float | None:
-    """Return half the interval of the speedup over these repeats, as a share of it; None for too few repeats."""
+    """Return half the interval of the speedup over these repeats, as a share of it; None for too
+    few repeats.
+    """
     estimate = speedup_wall(*(_seconds(times_K, way) for way in WAYS))
     return None if estimate is None else half_width(estimate.parts)
 
 
 def _seconds(times_K: Sequence[Times], way: str) -> list[float]:
-    """Return the sum of all rows' times per token in each repeat; 1 for a way that is not measured."""
+    """Return the sum of all rows' times per token in each repeat; 1 for a way that is not
+    measured.
+    """
     return [
-        sum(row.decode / row.decoded for batch in times[way] for row in batch if row.decoded) if way in times else 1.0
+        sum(row.decode / row.decoded for batch in times[way] for row in batch if row.decoded)
+        if way in times
+        else 1.0
         for times in times_K
     ]

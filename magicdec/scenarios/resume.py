@@ -1,4 +1,6 @@
-"""What a sweep finds in the store of one of its runs: a result that suffices, a folder to continue in, or nothing."""
+"""What a sweep finds in the store of one of its runs: a result that suffices, a folder to continue
+in, or nothing.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,10 +26,13 @@ class Found:
 
 
 def look_up(config: Config, name: str, job: Job) -> Found:
-    """Return what the store has of a run. A run by hand finds nothing: it measures in a folder of its own."""
+    """Return what the store has of a run. A run by hand finds nothing: it measures in a folder of
+    its own.
+    """
     if job.sweep_dir is None:
         return Found({})
-    line = sweep.last_line(job.sweep_dir, job.number)  # of an earlier turn, or of this job before it was killed
+    # Of an earlier turn, or of this job before it was killed.
+    line = sweep.last_line(job.sweep_dir, job.number)
     if line is not None and line["id"] is not None and run_of(line["id"]) == name:
         own = Path(config.runs_dir, line["id"])
         return _judged(config, own, read_result(own), line.get("before", 0))
@@ -44,9 +49,13 @@ def of_store(config: Config, name: str) -> Found:
 
 
 def _latest(config: Config, name: str) -> Path | None:
-    """Return the latest attempt of this software, one that is done first; with resume=any_version, of any software."""
+    """Return the latest attempt of this software, one that is done first; with resume=any_version,
+    of any software.
+    """
     mine = {} if config.resume == "any_version" else software()
-    folders = [(folder, read_result(folder)) for folder in reversed(attempts(config.runs_dir, name))]
+    folders = [
+        (folder, read_result(folder)) for folder in reversed(attempts(config.runs_dir, name))
+    ]
     same = [(folder, result) for folder, result in folders if mine.items() <= result.items()]
     for folder, result in same:
         if result.get("status") == "done":
@@ -67,11 +76,16 @@ def _judged(config: Config, folder: Path, result: Mapping[str, Any], before: int
 
 
 def _repeats_before(config: Config, result: Mapping[str, Any]) -> int:
-    """Return the repeats of a disturbed run that resume=noisy pools with as many new ones; otherwise 0.
+    """Return the repeats of a disturbed run that resume=noisy pools with as many new ones;
+    otherwise 0.
 
     A run whose speedup is known as precisely as asked for is not measured again.
     """
-    if config.resume != "noisy" or result.get("status") != "done" or not isinstance(config.scenario, Compare):
+    if (
+        config.resume != "noisy"
+        or result.get("status") != "done"
+        or not isinstance(config.scenario, Compare)
+    ):
         return 0
     reached = result.get("speedup_precision")
     is_precise = reached is not None and reached <= config.scenario.precision

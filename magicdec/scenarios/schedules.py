@@ -1,4 +1,6 @@
-"""scenario.schedule: the predicted gamma for each batch and context, written as an engine takes it."""
+"""scenario.schedule: the predicted gamma for each batch and context, written as an engine takes
+it.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,7 +33,9 @@ def predicted_schedule(
     form.method(setup)  # refuses a draft that the engine does not have
     most = max(scenario.batch_sizes or [setup.batch])
     contexts = scenario.context_lens or [setup.context]
-    cells = list(predicted_cells(setup, most, contexts, scenario.gammas, alpha, curves, generate_len))
+    cells = list(
+        predicted_cells(setup, most, contexts, scenario.gammas, alpha, curves, generate_len)
+    )
     return schedule(cells, scenario.tolerance, form.by_batch, form.by_context)
 
 
@@ -59,10 +63,15 @@ def outcome(found: Schedule, setup: Setup, scenario: Search, command: str) -> Ou
                 file.write_text(settings.content, encoding="utf-8")
             _draw(found, setup, FOLDER / f"{name}.png", command)
         except OSError as error:
-            raise UserError(f"scenario.save_as={scenario.save_as}: {error}; null writes none") from error
+            raise UserError(
+                f"scenario.save_as={scenario.save_as}: {error}; null writes none"
+            ) from error
         view.append(f"map: {shown(FOLDER / f'{name}.png')}")
     if settings.content:
-        view += [f"{shown(file)}:" if scenario.save_as else "file:", _to_copy(settings.content.rstrip())]
+        view += [
+            f"{shown(file)}:" if scenario.save_as else "file:",
+            _to_copy(settings.content.rstrip()),
+        ]
     view += [f"{form.label}:", _to_copy(settings.command(shown(file)))]
     if settings.note:
         view.append(f"note: {settings.note}")
@@ -77,7 +86,10 @@ def outcome(found: Schedule, setup: Setup, scenario: Search, command: str) -> Ou
         }
         for cell in found.cells
     ]
-    metrics = {"predicted/worst_share": found.share(found.worst), "predicted/gamma": found.max_gamma}
+    metrics = {
+        "predicted/worst_share": found.share(found.worst),
+        "predicted/gamma": found.max_gamma,
+    }
     return Outcome(metrics, history=history, view=Group(*view))
 
 
@@ -112,12 +124,20 @@ def _loss(found: Schedule) -> str:
     lost = 1 - found.share(worst)
     if lost < 0.0005:
         return "no batch loses anything against the best gamma of its own"
-    return f"at most {lost:.1%} below the best gamma of each batch (at batch {worst.batch}, context {worst.context:,})"
+    return (
+        f"at most {lost:.1%} below the best gamma of each batch (at batch {worst.batch}, context"
+        f" {worst.context:,})"
+    )
 
 
 def _draw(found: Schedule, setup: Setup, path: Path, command: str) -> None:
     points = [
-        {"x": cell.batch, "series": cell.context, "y": found.gamma(cell.batch, cell.context), "noisy": False}
+        {
+            "x": cell.batch,
+            "series": cell.context,
+            "y": found.gamma(cell.batch, cell.context),
+            "noisy": False,
+        }
         for cell in found.cells
     ]
     what = f"{setup.target_label}, {setup.draft_title}, {setup.hardware.name}; predicted"

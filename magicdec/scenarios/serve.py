@@ -1,4 +1,6 @@
-"""The same requests under load, autoregressively and speculatively, at each level of concurrency or arrival rate."""
+"""The same requests under load, autoregressively and speculatively, at each level of concurrency or
+arrival rate.
+"""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -18,7 +20,14 @@ from magicdec.measure.intervals import acceptance_intervals
 from magicdec.measure.metrics import Metrics, Rounds, acceptance, category_acceptance
 from magicdec.planning import build, fits
 from magicdec.planning.resolve import Plan, resolve
-from magicdec.scenarios.levels import jobs_of, levels_of, prompts_of, speed_metrics, view, warm_up_of
+from magicdec.scenarios.levels import (
+    jobs_of,
+    levels_of,
+    prompts_of,
+    speed_metrics,
+    view,
+    warm_up_of,
+)
 from magicdec.scenarios.outcome import Outcome
 from magicdec.scenarios.outputs import Outputs, lossless
 from magicdec.serving.engine import AsyncEngine
@@ -35,7 +44,9 @@ prepare = resolve
 
 
 def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
-    """Measure every level; a line of the history for each, and the last one's figures as the run's own."""
+    """Measure every level; a line of the history for each, and the last one's figures as the run's
+    own.
+    """
     config = plan.config
     scenario = config.settings(Serve)
     prompts = prompts_of(plan, build.tokenizer(plan))
@@ -58,9 +69,12 @@ def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
     for row in last:
         results |= {key: value for key, value in row.items() if key not in LOADS}
     if engine.draft.name != "none":
-        results["acceptance/source"] = "measured" if config.draft.synthetic_acceptance is None else "synthetic"
+        results["acceptance/source"] = (
+            "measured" if config.draft.synthetic_acceptance is None else "synthetic"
+        )
     results |= levels.held
-    outputs = Outputs(prompts, written.get("autoregressive", []), written.get("speculative", []))  # of the last level
+    # Of the last level.
+    outputs = Outputs(prompts, written.get("autoregressive", []), written.get("speculative", []))
     rows = outputs.rows(config.data.save_prompts) if last else []
     return Outcome(results, rows, levels.history, view=view(plan, results, levels.history))
 
@@ -77,31 +91,44 @@ class Levels:
     progress: Progress
     peak: memory.Peak
     history: list[dict[str, Any]] = field(default_factory=list)
-    written: dict[str, list[list[int]]] = field(default_factory=dict)  # the tokens of the last level, by way
+    # The tokens of the last level, by way.
+    written: dict[str, list[list[int]]] = field(default_factory=dict)
     held: Metrics = field(default_factory=dict)
 
     def measure(self, level: Load, ways: Sequence[str]) -> Metrics:
         """Measure a level and return its line of the history; {} on a rank that has followed."""
         batch, kind = self.plan.config.batch, SharedSlots if self.plan.num_ranks > 1 else Slots
         # A row without a request costs its share of the matmuls: no more slots than users.
-        rows = min(int(level.value), int(batch.size)) if level.kind == "concurrency" else int(batch.size)
+        rows = (
+            min(int(level.value), int(batch.size))
+            if level.kind == "concurrency"
+            else int(batch.size)
+        )
         slots = kind(self.engine, rows, batch.context_len + batch.generate_len)
         if isinstance(slots, SharedSlots) and dist.get_rank() > 0:
             slots.follow()
             return {}
-        measured = {way: _measure(slots, way, level, self.jobs, self.plan, self.progress) for way in ways}
-        self.history.append({level.kind: level.value} | _level_metrics(measured, self.plan, self.categories))
+        measured = {
+            way: _measure(slots, way, level, self.jobs, self.plan, self.progress) for way in ways
+        }
+        self.history.append(
+            {level.kind: level.value} | _level_metrics(measured, self.plan, self.categories)
+        )
         self.run.write_lines("history", self.history)
-        self.written = {way: [request.tokens for request in requests] for way, (requests, _) in measured.items()}
+        self.written = {
+            way: [request.tokens for request in requests] for way, (requests, _) in measured.items()
+        }
         self.held = _memory(slots, self.peak)
         slots.close()  # or the caches of two levels would be held at once
         return self.history[-1]
 
 
 def served(overrides: Sequence[str], progress: Progress) -> tuple[Plan, Slots, Any]:
-    """Return the plan of scenario=serve with these overrides, batch.size slots on loaded weights, and the tokenizer.
+    """Return the plan of scenario=serve with these overrides, batch.size slots on loaded weights,
+    and the tokenizer.
 
-    Raise UserError for mistakes, overrides without effect, and what cannot serve text from this process.
+    Raise UserError for mistakes, overrides without effect, and what cannot serve text from this
+    process.
     """
     config = compose(["scenario=serve", *overrides])
     refuse_unread(config, overrides)
@@ -112,10 +139,14 @@ def served(overrides: Sequence[str], progress: Progress) -> tuple[Plan, Slots, A
     if plan.target.folder is None:
         raise UserError("target.weights=random: there is no tokenizer to serve text with")
     if plan.num_ranks > 1:
-        raise UserError(f"hardware.tensor_parallel={plan.num_ranks}: one device serves text; set it to 1")
+        raise UserError(
+            f"hardware.tensor_parallel={plan.num_ranks}: one device serves text; set it to 1"
+        )
     fits.check(plan, int(batch.size), batch.context_len)
     tokenizer = load_tokenizer(plan.target.folder)
-    slots = Slots(build.engine(plan, progress), int(batch.size), batch.context_len + batch.generate_len)
+    slots = Slots(
+        build.engine(plan, progress), int(batch.size), batch.context_len + batch.generate_len
+    )
     return plan, slots, tokenizer
 
 
@@ -142,7 +173,11 @@ def _level_metrics(
         return result
     fast = measured["speculative"][0]
     each = [request.rounds for request in fast]
-    result |= acceptance(sum(each, Rounds())) | acceptance_intervals(each) | category_acceptance(categories, each)
+    result |= (
+        acceptance(sum(each, Rounds()))
+        | acceptance_intervals(each)
+        | category_acceptance(categories, each)
+    )
     if len(measured) < len(WAYS):
         return result
     before, after = ([request.tokens for request in requests] for requests, _ in measured.values())
@@ -154,5 +189,6 @@ def _memory(slots: Slots, peak: memory.Peak) -> Metrics:
     return {
         "memory/peak_gib": peak.num_bytes / GIB,
         "memory/target_kv_gib": sum(batch.decoder.cache.num_bytes for batch in batches) / GIB,
-        "memory/draft_kv_gib": sum(batch.draft.cache_bytes for batch in batches if batch.draft) / GIB,
+        "memory/draft_kv_gib": sum(batch.draft.cache_bytes for batch in batches if batch.draft)
+        / GIB,
     }

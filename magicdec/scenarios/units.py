@@ -1,7 +1,9 @@
-"""The units of a run: a batch, decoded both ways once. All figures are computed from the units that are stored.
+"""The units of a run: a batch, decoded both ways once. All figures are computed from the units that
+are stored.
 
-A run's folder has a file for each unit, written when the unit ends. Units are added by the next repeat, by a sweep that
-asks for more repeats, and by a run that was interrupted and is resumed. None is ever changed or deleted.
+A run's folder has a file for each unit, written when the unit ends. Units are added by the next
+repeat, by a sweep that asks for more repeats, and by a run that was interrupted and is resumed.
+None is ever changed or deleted.
 
 B rows, R rounds.
 """
@@ -34,7 +36,8 @@ class Unit:
     batch: int
     prefill_s: float
     ways: dict[str, Generation]
-    disturbed: str | None = None  # what else the machine was doing; judged without a look at the times
+    # What else the machine was doing; judged without a look at the times.
+    disturbed: str | None = None
     left_out: str | None = None  # why the unit is not comparable with the first one of its batch
 
     @property
@@ -48,13 +51,19 @@ class Unit:
         return metrics.usual_gamma([self.speculative]) if self.speculative else 0
 
     def compared_with(self, first: "Unit") -> "Unit":
-        """Return this unit, left out if its tokens or its gamma are not those of the batch's first unit."""
+        """Return this unit, left out if its tokens or its gamma are not those of the batch's first
+        unit.
+        """
         for way, generation in self.ways.items():
             if generation.tokens != first.ways[way].tokens:
-                return replace(self, left_out=f"{way} decoding wrote other tokens than in the first repeat")
+                return replace(
+                    self, left_out=f"{way} decoding wrote other tokens than in the first repeat"
+                )
         mine, other = self.gamma, first.gamma
         if mine != other:
-            return replace(self, left_out=f"most rounds proposed {mine} tokens, in the first repeat {other}")
+            return replace(
+                self, left_out=f"most rounds proposed {mine} tokens, in the first repeat {other}"
+            )
         return self
 
     def times(self) -> dict[str, list[RowTimes]]:
@@ -71,7 +80,9 @@ class Unit:
     def from_json(cls, stored: files.Unit) -> "Unit":
         """Return the unit that a file holds."""
         ways = {way: _from_json(stored["ways"][way]) for way in WAYS if way in stored["ways"]}
-        return cls(stored["batch"], stored["prefill_s"], ways, stored["disturbed"], stored["left_out"])
+        return cls(
+            stored["batch"], stored["prefill_s"], ways, stored["disturbed"], stored["left_out"]
+        )
 
 
 def _to_json(generation: Generation) -> dict[str, Any]:
@@ -113,20 +124,28 @@ class Units:
     @property
     def left_out(self) -> list[str]:
         """Return why units are not comparable, a line for each."""
-        return [unit.left_out for batch in self.by_batch for unit in batch if unit.left_out is not None]
+        return [
+            unit.left_out for batch in self.by_batch for unit in batch if unit.left_out is not None
+        ]
 
     def with_one(self, unit: Unit) -> "Units":
         """Return these units and one more."""
-        batches = [(*units, unit) if batch == unit.batch else units for batch, units in enumerate(self.by_batch)]
+        batches = [
+            (*units, unit) if batch == unit.batch else units
+            for batch, units in enumerate(self.by_batch)
+        ]
         return Units(tuple(batches))
 
     def repeats(self, wanted: int) -> "Repeats":
         """Return the repeats that the figures are computed from: those that nothing has disturbed.
 
-        Where fewer than `wanted` are undisturbed, all of them count: a repeat is not left out for the sake of a
-        narrower interval. What a repeat is judged by is the machine's other work, never its own times.
+        Where fewer than `wanted` are undisturbed, all of them count: a repeat is not left out for
+        the sake of a narrower interval. What a repeat is judged by is the machine's other work,
+        never its own times.
         """
-        calm = Repeats.of([[u for u in self.of_batch(b) if not u.disturbed] for b in range(len(self.by_batch))])
+        calm = Repeats.of(
+            [[u for u in self.of_batch(b) if not u.disturbed] for b in range(len(self.by_batch))]
+        )
         everything = Repeats.of([self.of_batch(batch) for batch in range(len(self.by_batch))])
         return calm if len(calm.repeats) >= wanted else everything
 
@@ -155,12 +174,18 @@ class Repeats:
         return [[g for g in repeat if g is not None] for repeat in generations]
 
     def generations(self, way: str) -> list[Generation]:
-        """Return the generations of all repeats and batches in one way; [] for a way that is not measured."""
+        """Return the generations of all repeats and batches in one way; [] for a way that is not
+        measured.
+        """
         return [unit.ways[way] for repeat in self.repeats for unit in repeat if way in unit.ways]
 
     def tokens(self, way: str) -> list[list[int]]:
         """Return the new tokens of all rows: all repeats have the same."""
-        return [row for unit in self.repeats[0] for row in unit.ways[way].tokens] if way in self.ways else []
+        return (
+            [row for unit in self.repeats[0] for row in unit.ways[way].tokens]
+            if way in self.ways
+            else []
+        )
 
     @property
     def ways(self) -> tuple[str, ...]:
@@ -182,14 +207,18 @@ class Stored:
     @classmethod
     def read(cls, run: "Run", num_batches: int) -> "Stored":
         """Read a run's folder."""
-        units = [Unit.from_json(stored) for stored in files.read_all(run.folder / UNITS, files.UNIT)]
+        units = [
+            Unit.from_json(stored) for stored in files.read_all(run.folder / UNITS, files.UNIT)
+        ]
         audits: dict[int, Audit] = {}
         for stored in files.read_all(run.folder / AUDITS, AUDIT):
             audits |= stored
         return cls(run, Units.of(units, num_batches), audits)
 
     def add(self, unit: Unit) -> Unit:
-        """Write a unit to disk. Return it as it counts: left out if it is not comparable with the first one."""
+        """Write a unit to disk. Return it as it counts: left out if it is not comparable with the
+        first one.
+        """
         batch = self.units.by_batch[unit.batch]
         if batch:
             unit = unit.compared_with(batch[0])

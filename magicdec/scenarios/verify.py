@@ -1,7 +1,8 @@
-"""Comparison of a schedule of gammas with every fixed gamma, and with no speculation, at each batch and context.
+"""Comparison of a schedule of gammas with every fixed gamma, and with no speculation, at each batch
+and context.
 
-A first pass over each batch with every gamma only warms up. With scenario.steps=measured, every other turn times rounds
-for the schedule; the turns in between judge it.
+A first pass over each batch with every gamma only warms up. With scenario.steps=measured, every
+other turn times rounds for the schedule; the turns in between judge it.
 """
 
 import json
@@ -43,7 +44,8 @@ class Found(NamedTuple):
     cell: Cell  # with the median speedup per row of each gamma
     turns: list[dict[int, float]]  # the speedups of each turn
     rounds: dict[int, metrics.Rounds]  # by gamma, as far as they count for acceptance
-    steps: dict[int, float]  # seconds of a round by gamma, of a step for 0, in turns of their own; or empty
+    # Seconds of a round by gamma, of a step for 0, in turns of their own; or empty.
+    steps: dict[int, float]
 
     @property
     def alpha(self) -> float:
@@ -52,14 +54,21 @@ class Found(NamedTuple):
 
 
 def prepare(config: Config) -> Plan:
-    """Resolve a run at the largest point of the grid. Raise UserError for a file that holds no schedule."""
+    """Resolve a run at the largest point of the grid. Raise UserError for a file that holds no
+    schedule.
+    """
     scenario = config.settings(Verify)
     if not config.speculates or config.draft.synthetic_acceptance is not None:
         raise UserError(
-            "scenario=verify measures a draft; choose draft=self or draft=model, without synthetic_acceptance"
+            "scenario=verify measures a draft; choose draft=self or draft=model, without"
+            " synthetic_acceptance"
         )
-    batch = replace(config.batch, size=max(scenario.batch_sizes), context_len=max(scenario.context_lens))
-    return resolve(replace(config, batch=batch, draft=replace(config.draft, gamma=_gammas(scenario)[-1])))
+    batch = replace(
+        config.batch, size=max(scenario.batch_sizes), context_len=max(scenario.context_lens)
+    )
+    return resolve(
+        replace(config, batch=batch, draft=replace(config.draft, gamma=_gammas(scenario)[-1]))
+    )
 
 
 def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
@@ -75,17 +84,32 @@ def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
                     found.append(measured)
                     run.write_lines("history", map(_line, found))
                 else:
-                    log.warning("left out: %d rows of %d tokens, which all end at their first token", rows, context)
+                    log.warning(
+                        "left out: %d rows of %d tokens, which all end at their first token",
+                        rows,
+                        context,
+                    )
                 task.advance(1)
         if not found:
-            raise UserError("data: every row ends at its first token; choose other prompts or sampling.ignore_eos=true")
+            raise UserError(
+                "data: every row ends at its first token; choose other prompts or"
+                " sampling.ignore_eos=true"
+            )
     by = _schedule(plan, scenario, found)
     shares = [share_of_best(one.turns, by.gamma(one.cell.batch, one.cell.context)) for one in found]
     results: metrics.Metrics = {"device": plan.device_name, **plan.sources}
-    for name, values in (("share", [one.of_best for one in shares]), ("share_apart", _apart(shares))):
+    for name, values in (
+        ("share", [one.of_best for one in shares]),
+        ("share_apart", _apart(shares)),
+    ):
         if values:
-            results |= {f"verify/worst_{name}": min(values), f"verify/median_{name}": median(values)}
-    history = [_line(one) | _of(by, one.cell, share) for one, share in zip(found, shares, strict=True)]
+            results |= {
+                f"verify/worst_{name}": min(values),
+                f"verify/median_{name}": median(values),
+            }
+    history = [
+        _line(one) | _of(by, one.cell, share) for one, share in zip(found, shares, strict=True)
+    ]
     return Outcome(results, history=history, view=_view(by, found, shares))
 
 
@@ -102,14 +126,20 @@ def _from(file: str) -> Schedule:
         raise UserError(f"scenario.file={file}: {error}") from None
 
 
-def _measured(engine: NativeEngine, prompts: list[list[int]], rows: int, scenario: Verify) -> Found | None:
-    """Decode batches of so many rows with every gamma in turn. Turns take the prompts one batch after another, so that
-    small batches are not a matter of the first prompt.
+def _measured(
+    engine: NativeEngine, prompts: list[list[int]], rows: int, scenario: Verify
+) -> Found | None:
+    """Decode batches of so many rows with every gamma in turn. Turns take the prompts one batch
+    after another, so that small batches are not a matter of the first prompt.
 
-    The context is the mean length of all prompts: rows of a corpus may have lengths of their own. Return None if
-    nothing is decoded, because every row ends at its first token.
+    The context is the mean length of all prompts: rows of a corpus may have lengths of their own.
+    Return None if nothing is decoded, because every row ends at its first token.
     """
-    gammas, turns, timed = [0, *_gammas(scenario)], list[dict[int, float]](), list[dict[int, float]]()
+    gammas, turns, timed = (
+        [0, *_gammas(scenario)],
+        list[dict[int, float]](),
+        list[dict[int, float]](),
+    )
     rounds = {gamma: metrics.Rounds() for gamma in gammas[1:]}
     groups = len(prompts) // rows
     for group in range(min(groups, scenario.repeats)):
@@ -120,10 +150,14 @@ def _measured(engine: NativeEngine, prompts: list[list[int]], rows: int, scenari
         decodes = any(len(row) > 1 for row in warmed_up[0].tokens)
         for _ in range(group, scenario.repeats, groups) if decodes else ():
             if scenario.steps == "measured":
-                timed.append({gamma: metrics.mean_round_s(_decoded(batch, gamma)) for gamma in gammas})
+                timed.append(
+                    {gamma: metrics.mean_round_s(_decoded(batch, gamma)) for gamma in gammas}
+                )
             decoded = {gamma: _decoded(batch, gamma) for gamma in gammas}
             times = {gamma: metrics.row_times(one, 0.0) for gamma, one in decoded.items()}
-            seconds = {gamma: metrics.time_per_output_token_ms(rows) for gamma, rows in times.items()}
+            seconds = {
+                gamma: metrics.time_per_output_token_ms(rows) for gamma, rows in times.items()
+            }
             turns.append({gamma: seconds[0] / one for gamma, one in seconds.items()})
             for gamma in rounds:
                 rounds[gamma].update(metrics.rounds_of(decoded[gamma]))
@@ -141,13 +175,17 @@ def _decoded(batch: Batch, gamma: int) -> Generation:
 
 
 def _alpha(found: Sequence[Found], gamma: int) -> float:
-    """Return the acceptance of all rounds with a gamma: proposals late in a round are not accepted like the first."""
+    """Return the acceptance of all rounds with a gamma: proposals late in a round are not accepted
+    like the first.
+    """
     rounds = sum((one.rounds[gamma] for one in found), metrics.Rounds())
     return float(metrics.acceptance(rounds).get("alpha") or 0.0)
 
 
 def _schedule(plan: Plan, scenario: Verify, found: Sequence[Found]) -> Schedule:
-    """Return the schedule of the file, or the one that follows from the acceptance at each context and gamma."""
+    """Return the schedule of the file, or the one that follows from the acceptance at each context
+    and gamma.
+    """
     if scenario.file:
         return _from(scenario.file)
     contexts = sorted({one.cell.context for one in found})
@@ -167,10 +205,14 @@ def _schedule(plan: Plan, scenario: Verify, found: Sequence[Found]) -> Schedule:
 def _predicted_steps(
     plan: Plan, scenario: Verify, contexts: Sequence[int]
 ) -> dict[tuple[int, int], Mapping[int, float]]:
-    """Return the predicted seconds of a round by gamma, and of a step for 0, at every batch and context."""
+    """Return the predicted seconds of a round by gamma, and of a step for 0, at every batch and
+    context.
+    """
     known = device_in(plan.device_name)
     bandwidth = None if known else read_bandwidth(plan.device) / 1e9
-    setup = setup_of(plan, bandwidth, None if known else matmul_rate(plan.device, plan.dtype) / 1e12)
+    setup = setup_of(
+        plan, bandwidth, None if known else matmul_rate(plan.device, plan.dtype) / 1e12
+    )
     seconds: dict[tuple[int, int], Mapping[int, float]] = {}
     for context in contexts:
         for batch in batches_up_to(max(scenario.batch_sizes)):
@@ -200,20 +242,36 @@ def _of(by: Schedule, cell: Cell, share: Share) -> dict[str, Any]:
         "share_of_best": share.of_best,
         "share_of_best_apart": share.apart,
         "share_of_best_apart_ci95": share.apart_ci95,
-        **{f"predicted/speedup/gamma_{gamma}": value for one in expected for gamma, value in one.items()},
+        **{
+            f"predicted/speedup/gamma_{gamma}": value
+            for one in expected
+            for gamma, value in one.items()
+        },
     }
 
 
 def _view(by: Schedule, found: Sequence[Found], shares: Sequence[Share]) -> Group:
-    """Return a table of the measured speedups of all cells, and one of the schedule's share of the best."""
+    """Return a table of the measured speedups of all cells, and one of the schedule's share of the
+    best.
+    """
     gammas = list(found[0].cell.speedups)
     title = "measured speedup per row, by gamma; 0: no speculation"
     measured = new_table("batch", "context", *map(str, gammas), title=title, num_words=0)
-    reached = new_table("batch", "context", "gamma", "of the best", "chosen apart", title="the schedule", num_words=0)
+    reached = new_table(
+        "batch",
+        "context",
+        "gamma",
+        "of the best",
+        "chosen apart",
+        title="the schedule",
+        num_words=0,
+    )
     for one, share in zip(found, shares, strict=True):
         cell = one.cell
         key = (f"{cell.batch}", f"{cell.context:,}")
-        measured.add_row(*key, *(f"{cell.speedups[g]:.2f}" + ("*" if g == cell.best else "") for g in gammas))
+        measured.add_row(
+            *key, *(f"{cell.speedups[g]:.2f}" + ("*" if g == cell.best else "") for g in gammas)
+        )
         reached.add_row(*key, f"{by.gamma(*cell[:2])}", f"{share.of_best:.1%}", _words(share))
     return Group(measured, "", reached, *_sentences(shares))
 
@@ -233,7 +291,8 @@ def _sentences(shares: Sequence[Share]) -> list[str]:
     said = [f"* the best; the schedule reaches {reached}"]
     if apart:
         said.append(
-            f"chosen apart: against the best gamma of the other turns; {min(apart):.1%} at worst and "
-            f"{median(apart):.1%} in the median cell. Noise makes the first share too low and this one too high"
+            f"chosen apart: against the best gamma of the other turns; {min(apart):.1%} at worst"
+            f" and {median(apart):.1%} in the median cell. Noise makes the first share too low and"
+            " this one too high"
         )
     return said

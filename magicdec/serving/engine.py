@@ -1,7 +1,8 @@
-"""The asynchronous engine: `async for tokens in engine.generate(prompt, params)`, any number of requests at once.
+"""The asynchronous engine: `async for tokens in engine.generate(prompt, params)`, any number of
+requests at once.
 
-The scheduler runs on a thread of its own, so that the event loop is free while the device computes. Requests reach it
-through a queue; tokens come back as callbacks of the event loop of each request.
+The scheduler runs on a thread of its own, so that the event loop is free while the device computes.
+Requests reach it through a queue; tokens come back as callbacks of the event loop of each request.
 """
 
 import asyncio
@@ -19,7 +20,8 @@ log = logging.getLogger(__name__)
 
 
 class Stream:
-    """The tokens of one request, those of a round together. Deleting the stream cancels the request, as `cancel` does.
+    """The tokens of one request, those of a round together. Deleting the stream cancels the
+    request, as `cancel` does.
 
     Iterating raises RuntimeError if the request has failed, from its error.
     """
@@ -55,7 +57,9 @@ class Stream:
         self.request.cancelled = True
 
 
-def _deliver(loop: asyncio.AbstractEventLoop, chunks: asyncio.Queue[list[int]], tokens: list[int]) -> None:
+def _deliver(
+    loop: asyncio.AbstractEventLoop, chunks: asyncio.Queue[list[int]], tokens: list[int]
+) -> None:
     """Pass tokens from the scheduler's thread to the event loop, unless that is closed."""
     with suppress(RuntimeError):
         loop.call_soon_threadsafe(chunks.put_nowait, tokens)
@@ -96,8 +100,8 @@ class AsyncEngine:
         self._inbox.put(None)
 
     def generate(self, prompt: Sequence[int], params: Params | None = None) -> Stream:
-        """Queue a prompt (token ids). Raise UserError, at once, for one that cannot be served, such as one that is too
-        long; raise RuntimeError if the engine is closed or has failed.
+        """Queue a prompt (token ids). Raise UserError, at once, for one that cannot be served, such
+        as one that is too long; raise RuntimeError if the engine is closed or has failed.
         """
         stream = Stream(prompt, params or Params(), asyncio.get_running_loop())
         self.submit(stream.request)

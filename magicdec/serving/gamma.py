@@ -1,7 +1,7 @@
 """Adaptive gamma while serving (draft.gamma=auto): how many tokens the next round proposes.
 
-How long a round takes depends on how many requests run, and how often proposals are accepted on their texts. Both are
-learned from the rounds themselves.
+How long a round takes depends on how many requests run, and how often proposals are accepted on
+their texts. Both are learned from the rounds themselves.
 """
 
 from collections import defaultdict, deque
@@ -12,9 +12,13 @@ from magicdec.engine.adaptive import Estimate, better
 
 DECAY = 0.99  # of what has been seen, in every round: a round may have a single row
 KEPT = 5  # times of a gamma, of which the median counts: prompts grow, and neighbours disturb
-FIRST = 2  # times of each gamma before others are compared with it: the first round compiles, or captures
-EARLY, LATE = 8, 64  # rounds from one trial of another gamma to the next: while some are untried, and later
-WORTH = 1.5  # times the best cost: a gamma that is expected to cost more is tried at every eighth late trial only
+# Times of each gamma before others are compared with it: the first round compiles, or captures.
+FIRST = 2
+# Rounds from one trial of another gamma to the next: while some are untried, and later.
+EARLY, LATE = 8, 64
+# Times the best cost: a gamma that is expected to cost more is tried at every eighth late trial
+# only.
+WORTH = 1.5
 
 
 class Chooser:
@@ -22,7 +26,12 @@ class Chooser:
 
     def __init__(self, gammas: Sequence[int]):
         """Choose among these, which may include 0."""
-        self.gammas, self._estimate, self._gamma, self._rounds = list(gammas), Estimate(DECAY), max(gammas), 0
+        self.gammas, self._estimate, self._gamma, self._rounds = (
+            list(gammas),
+            Estimate(DECAY),
+            max(gammas),
+            0,
+        )
         # By the size of the batch in powers of two, and by gamma.
         self._times = defaultdict[int, dict[int, deque[float]]](
             lambda: {gamma: deque(maxlen=KEPT) for gamma in self.gammas}
@@ -48,25 +57,35 @@ class Chooser:
         costs = self._estimate.seconds_per_token(seconds)
         self._gamma = better(costs, self._gamma)
         worth = [gamma for gamma in costs if costs[gamma] < WORTH * costs[self._gamma]]
-        early = [gamma for gamma in costs if len(times[gamma]) < FIRST and (gamma in worth or not gamma)]
+        early = [
+            gamma for gamma in costs if len(times[gamma]) < FIRST and (gamma in worth or not gamma)
+        ]
         if early and self._rounds % EARLY == 0:
             return 0 if 0 in early else min(early, key=costs.__getitem__)
         if self._rounds % LATE == 0:
-            return min(self.gammas if self._rounds % (8 * LATE) == 0 else worth, key=self._last.__getitem__)
+            return min(
+                self.gammas if self._rounds % (8 * LATE) == 0 else worth, key=self._last.__getitem__
+            )
         return self._gamma
 
     def _seconds(self, size: int) -> dict[int, float]:
-        """Return the seconds of a round of each gamma at a size: as timed there or, for gammas that were not, at the
-        nearest other size, scaled by those that were timed at both.
+        """Return the seconds of a round of each gamma at a size: as timed there or, for gammas that
+        were not, at the nearest other size, scaled by those that were timed at both.
         """
         own = _medians(self._times[size])
         for other in sorted(self._times, key=lambda other: abs(other - size))[1:]:
             theirs = _medians(self._times[other])
             ratios = [own[gamma] / theirs[gamma] for gamma in own.keys() & theirs.keys()]
-            own = {gamma: time * (median(ratios) if ratios else 1.0) for gamma, time in theirs.items()} | own
+            own = {
+                gamma: time * (median(ratios) if ratios else 1.0) for gamma, time in theirs.items()
+            } | own
         return own
 
 
 def _medians(times: dict[int, deque[float]]) -> dict[int, float]:
     """Return the median time of each gamma; of few, the shortest one."""
-    return {gamma: median(some) if len(some) == KEPT else min(some) for gamma, some in times.items() if some}
+    return {
+        gamma: median(some) if len(some) == KEPT else min(some)
+        for gamma, some in times.items()
+        if some
+    }

@@ -1,5 +1,6 @@
-"""Load on an engine and its latencies: a closed loop (a number of users) or an open one (a rate of arrivals, or those
-of a trace). The highest load that keeps bounds on latency, by doubling and then bisecting.
+"""Load on an engine and its latencies: a closed loop (a number of users) or an open one (a rate of
+arrivals, or those of a trace). The highest load that keeps bounds on latency, by doubling and then
+bisecting.
 """
 
 import asyncio
@@ -32,13 +33,14 @@ class RequestSpec:
     arrival_s: float = 0.0  # in a trace, since the first
 
 
-Answered = Callable[[RequestSpec], Coroutine[Any, Any, Request]]  # sends a request and waits for its end
+# Sends a request and waits for its end.
+Answered = Callable[[RequestSpec], Coroutine[Any, Any, Request]]
 
 
 @dataclass(frozen=True)
 class Load:
-    """A level of load: `concurrency` users, requests that arrive at a `rate` per second, or the `replay` of a trace at
-    a multiple of its speed.
+    """A level of load: `concurrency` users, requests that arrive at a `rate` per second, or the
+    `replay` of a trace at a multiple of its speed.
     """
 
     kind: str
@@ -46,7 +48,11 @@ class Load:
 
     @override
     def __str__(self) -> str:
-        words = {"concurrency": "concurrency {:g}", "rate": "{:g} requests/s", "replay": "the trace at {:g}x"}
+        words = {
+            "concurrency": "concurrency {:g}",
+            "rate": "{:g} requests/s",
+            "replay": "the trace at {:g}x",
+        }
         return words[self.kind].format(self.value)
 
 
@@ -58,9 +64,15 @@ class Answering(Protocol):
 
 
 async def under_load(
-    engine: Answering, jobs: Sequence[RequestSpec], level: Load, seed: int, progress: Callable[[int], None]
+    engine: Answering,
+    jobs: Sequence[RequestSpec],
+    level: Load,
+    seed: int,
+    progress: Callable[[int], None],
 ) -> tuple[list[Request], float]:
-    """Send all jobs; return their requests, in the order of the jobs, and the seconds until the last answer."""
+    """Send all jobs; return their requests, in the order of the jobs, and the seconds until the
+    last answer.
+    """
 
     async def answered(job: RequestSpec) -> Request:
         """Send one request and wait for its end; raise the error that it failed with."""
@@ -94,7 +106,9 @@ async def _closed(jobs: Sequence[RequestSpec], users: int, answered: Answered) -
     return [done[number] for number in range(len(jobs))]
 
 
-async def _open(jobs: Sequence[RequestSpec], arrivals_s: Sequence[float], answered: Answered) -> list[Request]:
+async def _open(
+    jobs: Sequence[RequestSpec], arrivals_s: Sequence[float], answered: Answered
+) -> list[Request]:
     """Send jobs at their times, however many are still being answered."""
     loop, tasks = asyncio.get_running_loop(), []
     start = loop.time()
@@ -113,14 +127,18 @@ def _arrivals(jobs: Sequence[RequestSpec], level: Load, seed: int) -> list[float
 
 
 def load_metrics(
-    requests: Sequence[Request], seconds: float, latency_ms: float | None = None, first_token_ms: float | None = None
+    requests: Sequence[Request],
+    seconds: float,
+    latency_ms: float | None = None,
+    first_token_ms: float | None = None,
 ) -> dict[str, float]:
     """Return throughput and latencies of one level, without a prefix.
 
-    A latency is its mean, and `<name>_p50`, `_p90`, `_p99`. `time_per_output_token_ms` is vLLM's TPOT and AIPerf's
-    inter token latency; `inter_chunk_latency_ms`, over all chunks of all requests, is vLLM's ITL and AIPerf's inter
-    chunk latency. `tokens_per_second_per_user` is the mean of 1 / TPOT. `goodput_rps`, with a bound, counts requests
-    whose TPOT and time to first token keep within the bounds.
+    A latency is its mean, and `<name>_p50`, `_p90`, `_p99`. `time_per_output_token_ms` is vLLM's
+    TPOT and AIPerf's inter token latency; `inter_chunk_latency_ms`, over all chunks of all
+    requests, is vLLM's ITL and AIPerf's inter chunk latency. `tokens_per_second_per_user` is the
+    mean of 1 / TPOT. `goodput_rps`, with a bound, counts requests whose TPOT and time to first
+    token keep within the bounds.
     """
     stats = [request.stats for request in requests]
     times = [s.time_per_output_token_s for s in stats if s.time_per_output_token_s]
@@ -132,7 +150,9 @@ def load_metrics(
         **latency_metrics(stats),
     }
     if latency_ms is not None or first_token_ms is not None:
-        metrics["goodput_rps"] = sum(_is_good(s, latency_ms, first_token_ms) for s in stats) / seconds
+        metrics["goodput_rps"] = (
+            sum(_is_good(s, latency_ms, first_token_ms) for s in stats) / seconds
+        )
     return metrics
 
 
@@ -140,7 +160,9 @@ def latency_metrics(stats: Sequence[Stats]) -> dict[str, float]:
     """Return the latencies of some requests, each as its mean and percentiles."""
     latencies = {
         "time_to_first_token_ms": [s.time_to_first_token_s or 0.0 for s in stats],
-        "time_per_output_token_ms": [s.time_per_output_token_s for s in stats if s.time_per_output_token_s],
+        "time_per_output_token_ms": [
+            s.time_per_output_token_s for s in stats if s.time_per_output_token_s
+        ],
         "inter_chunk_latency_ms": [gap for s in stats for gap in s.inter_chunk_s],
         "request_latency_ms": [s.request_latency_s or 0.0 for s in stats],
     }
@@ -154,13 +176,18 @@ def latency_metrics(stats: Sequence[Stats]) -> dict[str, float]:
 
 
 def _is_good(stats: Stats, latency_ms: float | None, first_token_ms: float | None) -> bool:
-    bounded = ((stats.time_per_output_token_s, latency_ms), (stats.time_to_first_token_s, first_token_ms))
-    return all(bound is None or seconds is None or 1e3 * seconds <= bound for seconds, bound in bounded)
+    bounded = (
+        (stats.time_per_output_token_s, latency_ms),
+        (stats.time_to_first_token_s, first_token_ms),
+    )
+    return all(
+        bound is None or seconds is None or 1e3 * seconds <= bound for seconds, bound in bounded
+    )
 
 
 class Search:
-    """A search in one way of decoding: measure `level` and `tell` its metrics, until it is None; then `highest` is the
-    answer, or 0 if no level keeps the bounds.
+    """A search in one way of decoding: measure `level` and `tell` its metrics, until it is None;
+    then `highest` is the answer, or 0 if no level keeps the bounds.
     """
 
     def __init__(self, way: str, scenario: Serve):
@@ -173,7 +200,9 @@ class Search:
         """Go on with the metrics of the level."""
         scenario = self._scenario
         try:
-            self.level = self._levels.send(keeps(metrics, self._way, scenario.slo_percentile, scenario.bounds))
+            self.level = self._levels.send(
+                keeps(metrics, self._way, scenario.slo_percentile, scenario.bounds)
+            )
         except StopIteration as end:
             self.level, self.highest = None, end.value
 
@@ -184,9 +213,11 @@ class Search:
 
 
 def highest(kind: str, most: float) -> Generator[Load, bool, float]:
-    """Yield levels of load, and receive whether each keeps the bounds; return the highest that does, or 0.
+    """Yield levels of load, and receive whether each keeps the bounds; return the highest that
+    does, or 0.
 
-    Numbers of users are found exactly, rates to a tenth. A level above one that breaks a bound is taken to break it.
+    Numbers of users are found exactly, rates to a tenth. A level above one that breaks a bound is
+    taken to break it.
     """
     low, high, value = 0.0, math.inf, 1.0
     while value <= most and high == math.inf:
@@ -213,9 +244,15 @@ def _between(kind: str, low: float, high: float) -> float | None:
     return math.sqrt(low * high) if high / low > NEAR else None
 
 
-def keeps(metrics: Mapping[str, Any], way: str, percentile: int, bounds: Mapping[str, float | None]) -> bool:
-    """Return whether every request was answered, and the percentile of each latency is within its bound."""
+def keeps(
+    metrics: Mapping[str, Any], way: str, percentile: int, bounds: Mapping[str, float | None]
+) -> bool:
+    """Return whether every request was answered, and the percentile of each latency is within its
+    bound.
+    """
     if metrics.get(f"{way}/failed_requests"):
         return False
     figures = {name: metrics.get(f"{way}/{name}_p{percentile}") for name in bounds}
-    return all(bound is None or (figures[name] or math.inf) <= bound for name, bound in bounds.items())
+    return all(
+        bound is None or (figures[name] or math.inf) <= bound for name, bound in bounds.items()
+    )

@@ -1,7 +1,7 @@
 """A loaded model for Python programs: `generate` and `stream`, which block, from any thread.
 
-Rounds run on the engine's thread: an interrupt while the caller waits for one disturbs neither the model nor other
-requests.
+Rounds run on the engine's thread: an interrupt while the caller waits for one disturbs neither the
+model nor other requests.
 """
 
 import threading
@@ -64,15 +64,18 @@ class Continuation:
 
 
 class Continuations(list[Continuation]):
-    """The continuations of several prompts, in their order, with the metrics of all of them together.
+    """The continuations of several prompts, in their order, with the metrics of all of them
+    together.
 
-    `metrics` has the names of scenario=serve: tokens_per_second, time_to_first_token_ms, time_per_output_token_ms
-    (means and percentiles), acceptance_rate, acceptance_length.
+    `metrics` has the names of scenario=serve: tokens_per_second, time_to_first_token_ms,
+    time_per_output_token_ms (means and percentiles), acceptance_rate, acceptance_length.
     """
 
     def __init__(self, requests: Sequence[Request], seconds: float, tokenizer: Any):
         super().__init__(
-            Continuation(Detokenizer(tokenizer).add(r.tokens, last=True), r.tokens, str(r.end), r.stats)
+            Continuation(
+                Detokenizer(tokenizer).add(r.tokens, last=True), r.tokens, str(r.end), r.stats
+            )
             for r in requests
         )
         rounds = sum((request.rounds for request in requests), Rounds())
@@ -82,11 +85,17 @@ class Continuations(list[Continuation]):
 class Model:
     """A target and its draft, ready to continue prompts.
 
-    As many prompts as there are slots (batch.size) are decoded together; others wait. The memory is freed by `close`,
-    at the end of a `with` block, or when nothing refers to the model any more.
+    As many prompts as there are slots (batch.size) are decoded together; others wait. The memory is
+    freed by `close`, at the end of a `with` block, or when nothing refers to the model any more.
     """
 
-    def __init__(self, slots: Slots, tokenizer: Any, progress: Callable[[], AbstractContextManager[Any]], title: str):
+    def __init__(
+        self,
+        slots: Slots,
+        tokenizer: Any,
+        progress: Callable[[], AbstractContextManager[Any]],
+        title: str,
+    ):
         """`progress` opens the display of progress bars; `title` says what was loaded."""
         self.tokenizer, self._progress, self._title = tokenizer, progress, title
         self._params = Params(sampling=Sampling.of(slots.engine.sampling, 0))
@@ -103,16 +112,25 @@ class Model:
     ) -> Continuations:
         """Continue one prompt or many, of any lengths, each a text or token ids.
 
-        Prompt i draws the random numbers of row i of a run: a sample depends on its place in the list, but not on the
-        other prompts. Raise UserError for options out of range and for prompts that are empty or too long.
+        Prompt i draws the random numbers of row i of a run: a sample depends on its place in the
+        list, but not on the other prompts. Raise UserError for options out of range and for prompts
+        that are empty or too long.
         """
         params, chunks = self._with(max_tokens, options), Chunks()
         requests = [
-            Request(self._ids(prompt), replace(params, sampling=replace(params.sampling, sequence=number)), chunks.put)
+            Request(
+                self._ids(prompt),
+                replace(params, sampling=replace(params.sampling, sequence=number)),
+                chunks.put,
+            )
             for number, prompt in enumerate(_separate(prompts))
         ]
         start, left = perf_counter(), len(requests)
-        with self._submitted(requests), self._progress() as bars, bars.task("generate", max_tokens * left) as task:
+        with (
+            self._submitted(requests),
+            self._progress() as bars,
+            bars.task("generate", max_tokens * left) as task,
+        ):
             while left:
                 chunk = _next(chunks)
                 task.advance(len(chunk))
@@ -121,11 +139,13 @@ class Model:
             _raise_failure(request)
         return Continuations(requests, perf_counter() - start, self.tokenizer)
 
-    def stream(self, prompt: Prompt, max_tokens: int = 64, **options: Unpack[Options]) -> Iterator[Piece]:
+    def stream(
+        self, prompt: Prompt, max_tokens: int = 64, **options: Unpack[Options]
+    ) -> Iterator[Piece]:
         """Continue one prompt, and yield the text and the tokens of each round.
 
-        Generation begins when the first piece is asked for. Leaving the loop early frees the slot. Raise the same
-        errors as `generate`.
+        Generation begins when the first piece is asked for. Leaving the loop early frees the slot.
+        Raise the same errors as `generate`.
         """
         chunks = Chunks()
         request = Request(self._ids(prompt), self._with(max_tokens, options), chunks.put)
@@ -154,7 +174,9 @@ class Model:
 
     @contextmanager
     def _submitted(self, requests: Sequence[Request]) -> Iterator[None]:
-        """Queue requests, and cancel those that are not done at the end. Replace an engine that has failed."""
+        """Queue requests, and cancel those that are not done at the end. Replace an engine that has
+        failed.
+        """
         with self._lock:
             if self._engine.error is not None and not self._closed:
                 self._stop()
@@ -164,7 +186,9 @@ class Model:
                 try:
                     self._engine.submit(request)
                 except UserError as error:
-                    raise UserError(f"prompts[{number}]: {error}" if len(requests) > 1 else str(error)) from None
+                    raise UserError(
+                        f"prompts[{number}]: {error}" if len(requests) > 1 else str(error)
+                    ) from None
             yield
         finally:
             for request in requests:
@@ -176,11 +200,16 @@ class Model:
         self._stop = weakref.finalize(self, _stop, self._engine)
 
     def _with(self, max_tokens: int, options: Options) -> Params:
-        """Return the parameters of a request. Raise UserError for options that are unknown or of a wrong type."""
+        """Return the parameters of a request. Raise UserError for options that are unknown or of a
+        wrong type.
+        """
         given: dict[str, Any] = {"max_tokens": max_tokens, "ignore_eos": False, **options}
         for name, value in given.items():
             if name not in OPTIONS:
-                raise UserError(f"{name}: unknown option; one of: {', '.join(OPTIONS)}{did_you_mean(name, OPTIONS)}")
+                raise UserError(
+                    f"{name}: unknown option; one of:"
+                    f" {', '.join(OPTIONS)}{did_you_mean(name, OPTIONS)}"
+                )
             if hasattr(value, "item"):  # a scalar of numpy or torch
                 given[name] = value.item()
         before = self._params.sampling
@@ -192,7 +221,9 @@ class Model:
             try:
                 prompt.encode()
             except UnicodeEncodeError:
-                raise UserError(f"prompt={SHORT.repr(prompt)}: holds half of a surrogate pair") from None
+                raise UserError(
+                    f"prompt={SHORT.repr(prompt)}: holds half of a surrogate pair"
+                ) from None
             return encode_prompt(self.tokenizer, prompt)
         ids = _listed(prompt)
         if not isinstance(ids, Sequence) or not all(isinstance(token, Integral) for token in ids):
@@ -203,7 +234,12 @@ class Model:
 def _separate(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     """Return a list of prompts, of one or many."""
     rows = _listed(prompts)
-    is_many = isinstance(rows, Sequence) and not isinstance(rows, str) and rows and not isinstance(rows[0], Integral)
+    is_many = (
+        isinstance(rows, Sequence)
+        and not isinstance(rows, str)
+        and rows
+        and not isinstance(rows[0], Integral)
+    )
     return rows if is_many else [rows]
 
 

@@ -25,7 +25,9 @@ class Settings(SamplingConfig):
 
 @dataclass(frozen=True)
 class Params:
-    """The parameters of a continuation. Raise UserError for a value of a wrong type or out of range."""
+    """The parameters of a continuation. Raise UserError for a value of a wrong type or out of
+    range.
+    """
 
     max_tokens: int = 64
     sampling: Sampling = field(default_factory=Sampling)
@@ -42,15 +44,21 @@ class Params:
 class Request:
     """A prompt, its parameters and its outcome so far.
 
-    Only the scheduler's thread writes to it, except for `cancelled`. That thread calls `listener` with every chunk of
-    new tokens, and with an empty one at the end.
+    Only the scheduler's thread writes to it, except for `cancelled`. That thread calls `listener`
+    with every chunk of new tokens, and with an empty one at the end.
     """
 
-    def __init__(self, prompt: Sequence[int], params: Params, listener: Callable[[list[int]], None] = lambda _: None):
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        params: Params,
+        listener: Callable[[list[int]], None] = lambda _: None,
+    ):
         self.prompt, self.params, self.listener = list(prompt), params, listener
         self.arrived = perf_counter()
         self.tokens: list[int] = []
-        self.chunk_times: list[float] = []  # of each chunk of tokens: a round's, or the prefill's first token
+        # Of each chunk of tokens: a round's, or the prefill's first token.
+        self.chunk_times: list[float] = []
         self.rounds = Rounds()
         self.chunk_rounds: list[Rounds] = []  # the part of `rounds` that belongs to each chunk
         self._round = Rounds()
@@ -105,9 +113,9 @@ class Request:
 class Stats:
     """The figures of one request, in seconds since it arrived; None for what has not happened yet.
 
-    A round yields a chunk of one token or more. `time_per_output_token_s` is the mean over the tokens after the first
-    (vLLM's TPOT, AIPerf's inter token latency); `inter_chunk_s` the time from each chunk to the next (vLLM's ITL,
-    AIPerf's inter chunk latency).
+    A round yields a chunk of one token or more. `time_per_output_token_s` is the mean over the
+    tokens after the first (vLLM's TPOT, AIPerf's inter token latency); `inter_chunk_s` the time
+    from each chunk to the next (vLLM's ITL, AIPerf's inter chunk latency).
     """
 
     prompt_tokens: int

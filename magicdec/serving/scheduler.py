@@ -1,8 +1,10 @@
-"""The scheduler: which requests wait, which have a slot, and what is done next. One thread, no network.
+"""The scheduler: which requests wait, which have a slot, and what is done next. One thread, no
+network.
 
-A free slot takes the request that has waited longest. Its prompt is prefilled in chunks; the running requests get a
-round after one chunk for every free slot. So empty slots are filled quickly, and the fuller the slots are, the less the
-running requests wait (chunked prefills: Sarathi-Serve, arXiv 2403.02310).
+A free slot takes the request that has waited longest. Its prompt is prefilled in chunks; the
+running requests get a round after one chunk for every free slot. So empty slots are filled quickly,
+and the fuller the slots are, the less the running requests wait (chunked prefills: Sarathi-Serve,
+arXiv 2403.02310).
 """
 
 import logging
@@ -32,9 +34,12 @@ class Scheduler:
         self.running: dict[int, Request] = {}  # by slot
         self.closing = False  # any thread may set it: a prefill ends at its next chunk
         self._prefilled = 0  # tokens since the last round, while others were running
-        self._chooser = Chooser(slots.gammas) if self.speculative and len(slots.gammas) > 1 else None
+        self._chooser = (
+            Chooser(slots.gammas) if self.speculative and len(slots.gammas) > 1 else None
+        )
         self._unread: deque[tuple[dict[int, Request], int | None, _Reading]] = deque()
-        # On a GPU the host reads a round's outcome while the next round runs: at most one round too many.
+        # On a GPU the host reads a round's outcome while the next round runs: at most one round too
+        # many.
         self._lag = 1 if slots.device.type == "cuda" else 0
 
     def submit(self, request: Request) -> None:
@@ -56,7 +61,9 @@ class Scheduler:
             self._round()
 
     def end_all(self, end: str, error: BaseException | None = None) -> None:
-        """End every request with its tokens so far; after an error without the device, which may have failed."""
+        """End every request with its tokens so far; after an error without the device, which may
+        have failed.
+        """
         for request in [*self.running.values(), *self.waiting]:
             request.finish(end, error)
         self.waiting.clear()
@@ -66,13 +73,16 @@ class Scheduler:
             self._free(slot)
 
     def _admit(self, request: Request) -> None:
-        """Prefill the first waiting request and seat it. If that fails, only this request fails, unless its slot cannot
-        be cleared.
+        """Prefill the first waiting request and seat it. If that fails, only this request fails,
+        unless its slot cannot be cleared.
         """
         slot = next(slot for slot in range(self.slots.num_slots) if slot not in self.running)
         try:
             token, finished = self.slots.prefill(
-                request.prompt, request.params, self.speculative, partial(self._after_chunk, request)
+                request.prompt,
+                request.params,
+                self.speculative,
+                partial(self._after_chunk, request),
             )
             if not finished:
                 self.slots.seat(slot)
@@ -123,7 +133,9 @@ class Scheduler:
             self._read(*self._unread.popleft())
 
     def _read(self, tenants: dict[int, Request], gamma: int | None, reading: "_Reading") -> None:
-        """Give each request its tokens of a round. `tenants` had the slots then; some may have ended."""
+        """Give each request its tokens of a round. `tenants` had the slots then; some may have
+        ended.
+        """
         rows = reading.rows()
         if self._chooser and gamma is not None:
             # Where the host reads a round late, some had finished before it, and rested.
@@ -136,7 +148,9 @@ class Scheduler:
             accepted, committed, finished, finite, *recent = rows[slot]
             if not finite:
                 self._free(slot)
-                request.finish("failed", NonFinite("the logits of this request are NaN or infinite"))
+                request.finish(
+                    "failed", NonFinite("the logits of this request are NaN or infinite")
+                )
                 continue
             if gamma is not None:
                 own = request.params.gamma
@@ -162,16 +176,25 @@ class Scheduler:
         del self.running[slot]
 
     def _end(self, request: Request) -> str:
-        stopped = not request.params.sampling.ignore_eos and request.tokens[-1] in self.slots.eos_token_ids
+        stopped = (
+            not request.params.sampling.ignore_eos
+            and request.tokens[-1] in self.slots.eos_token_ids
+        )
         return "stop" if stopped else "length"
 
 
 class _Reading:
-    """A round's outcome whose copy to the host starts when the round ends and is read later, and the round's time."""
+    """A round's outcome whose copy to the host starts when the round ends and is read later, and
+    the round's time.
+    """
 
     def __init__(self, device: torch.device):
         """Begin the round."""
-        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(3)] if device.type == "cuda" else []
+        self._events = (
+            [torch.cuda.Event(enable_timing=True) for _ in range(3)]
+            if device.type == "cuda"
+            else []
+        )
         self._began = time.perf_counter()
         if self._events:
             self._events[0].record()

@@ -1,7 +1,7 @@
 """Slots of a model that several ranks share: rank 0 schedules, and the others repeat its calls.
 
-Offline every rank runs the same program. Here the next call depends on requests that only rank 0 receives, so it sends
-each call of its slots to the others.
+Offline every rank runs the same program. Here the next call depends on requests that only rank 0
+receives, so it sends each call of its slots to the others.
 """
 
 from collections.abc import Callable
@@ -38,7 +38,9 @@ class SharedSlots(Slots):
         self._orders = dist.new_group(backend="gloo")
 
     def follow(self) -> None:
-        """Repeat rank 0's calls until it closes its slots or, between the chunks of a prefill, goes on with it."""
+        """Repeat rank 0's calls until it closes its slots or, between the chunks of a prefill, goes
+        on with it.
+        """
         while True:
             order: list[Any] = [None]
             dist.broadcast_object_list(order, src=0, group=self._orders)

@@ -1,7 +1,8 @@
 """Slots: a fixed number of rows on one target and one draft, each held by one request at a time.
 
-A new request allocates nothing: it is prefilled in a batch of its own with a single row, between whose chunks the slots
-go on decoding, and that row is then copied into a free slot. So a round is one captured step over static buffers.
+A new request allocates nothing: it is prefilled in a batch of its own with a single row, between
+whose chunks the slots go on decoding, and that row is then copied into a free slot. So a round is
+one captured step over static buffers.
 
 B slots, T tokens of a round.
 """
@@ -27,7 +28,9 @@ from magicdec.verification.sampling import RowSampling, Sampling
 
 
 class Abandoned(Exception):
-    """A prefill was stopped by its `progress` callback: the request was cancelled, or the callback has failed."""
+    """A prefill was stopped by its `progress` callback: the request was cancelled, or the callback
+    has failed.
+    """
 
 
 class SlotState(State):
@@ -51,7 +54,10 @@ class SlotState(State):
         super().__init__([[0]] * num_slots, max_len - 1, slack, (), device)
         self.finished_B.fill_(True)
         self.max_rounds = 1  # only the last one's counters are kept
-        self.accepted_RB, self.committed_RB = self.accepted_RB[:1].clone(), self.committed_RB[:1].clone()
+        self.accepted_RB, self.committed_RB = (
+            self.accepted_RB[:1].clone(),
+            self.committed_RB[:1].clone(),
+        )
         self.gamma_B = torch.full_like(self.num_tokens_B, gamma)
         self._eos = torch.tensor(eos_token_ids, dtype=torch.int64, device=device)
         self.eos = self._eos.repeat(num_slots, 1, 1)  # (B, 1, E)
@@ -59,14 +65,16 @@ class SlotState(State):
     def seat(self, row: int, state: State, gamma: int, ignore_eos: bool) -> None:
         """Copy the only row of another state into this row."""
         copy_row(self, state, row)
-        self.gamma_B[row : row + 1] = gamma  # a slice is filled; a single element would wait for a copy from the host
+        # A slice is filled; a single element would wait for a copy from the host.
+        self.gamma_B[row : row + 1] = gamma
         self.eos[row] = -1 if ignore_eos else self._eos
 
     @override
     def commit(self, verdict: Verdict) -> Tensor:
         """Commit a round; at most the row's gamma proposals count.
 
-        The next proposal replaces the bonus token: it is the same when greedy, and has its distribution when sampling.
+        The next proposal replaces the bonus token: it is the same when greedy, and has its
+        distribution when sampling.
         """
         num_accepted_B = torch.minimum(verdict.num_accepted_B, self.gamma_B)
         count_B = super().commit(Verdict(num_accepted_B, verdict.tokens_BT))
@@ -77,16 +85,24 @@ class SlotState(State):
 class Slots:
     """The decoder as the scheduler uses it: prefill, seat, step, release."""
 
-    is_shared: ClassVar[bool] = False  # with other processes, which would wait forever after a failure here
+    # With other processes, which would wait forever after a failure here.
+    is_shared: ClassVar[bool] = False
 
     def __init__(self, engine: NativeEngine, num_slots: int, max_len: int):
-        """Allocate slots for `max_len` tokens each, prompt and continuation. Raise UserError for a draft that cannot be
-        served.
+        """Allocate slots for `max_len` tokens each, prompt and continuation. Raise UserError for a
+        draft that cannot be served.
         """
         if engine.draft.name != "none" and not engine.draft.serves:
             served = ", ".join(name for name in DRAFTS if DRAFTS[name].facts.serves)
-            raise UserError(f"draft.name={engine.draft.name} cannot be served; one of: none, {served}")
-        self.engine, self.num_slots, self.max_len, self.gamma = engine, num_slots, max_len, engine.gamma
+            raise UserError(
+                f"draft.name={engine.draft.name} cannot be served; one of: none, {served}"
+            )
+        self.engine, self.num_slots, self.max_len, self.gamma = (
+            engine,
+            num_slots,
+            max_len,
+            engine.gamma,
+        )
         self.gammas = self._gammas()
         self.eos_token_ids = engine.target.config.eos_token_ids
         self.device = engine.target.embed.weight.device
@@ -95,7 +111,10 @@ class Slots:
             for rows in (num_slots, 1)
         )
         self.sampling = RowSampling(num_slots, self.device)
-        self.batch, self.single = engine.open_on(self.state, self.sampling), engine.open_on(single, Sampling())
+        self.batch, self.single = (
+            engine.open_on(self.state, self.sampling),
+            engine.open_on(single, Sampling()),
+        )
         self._sampled: set[int] = set()  # slots whose request is not greedy
         self._prefilled: tuple[State, Params, bool] | None = None  # until it has a slot
         self._phases = self.batch.draft.phases if self.batch.draft else 1
@@ -103,7 +122,9 @@ class Slots:
         self._steps = self._captured()
 
     def _gammas(self) -> tuple[int, ...]:
-        """Return the gammas of rounds: one, or all that draft.gamma=auto chooses among, with 0 where a draft pauses."""
+        """Return the gammas of rounds: one, or all that draft.gamma=auto chooses among, with 0
+        where a draft pauses.
+        """
         draft = self.engine.draft
         if draft.name == "none":
             return ()
@@ -112,18 +133,27 @@ class Slots:
 
     @torch.inference_mode()
     def _captured(self) -> dict[tuple[int | None, bool], list[Step]]:
-        """Return a step for each kind of round: by gamma (None: autoregressive), greedy or not, by phase.
+        """Return a step for each kind of round: by gamma (None: autoregressive), greedy or not, by
+        phase.
 
-        Capturing rehearses rounds, which has no effect while there are no requests: empty rows commit nothing.
+        Capturing rehearses rounds, which has no effect while there are no requests: empty rows
+        commit nothing.
         """
         draft, captures = self.batch.draft, self.batch.decoder.captures
-        self.batch.decoder.prefilled = draft  # row by row: an empty one holds nothing, others are copied
+        # Row by row: an empty one holds nothing, others are copied.
+        self.batch.decoder.prefilled = draft
         before: dict[int | None, Callable[[], None]] = {
-            gamma: partial(draft.prepare, self.state, gamma) for gamma in self.gammas if gamma and draft
+            gamma: partial(draft.prepare, self.state, gamma)
+            for gamma in self.gammas
+            if gamma and draft
         }
         return {
             (gamma, greedy): [
-                Step(partial(self._round, gamma, greedy, phase), captures, before=before.get(gamma, nothing))
+                Step(
+                    partial(self._round, gamma, greedy, phase),
+                    captures,
+                    before=before.get(gamma, nothing),
+                )
                 for phase in range(1 if gamma is None else self._phases)
             ]
             for gamma in (None, *self.gammas)
@@ -157,18 +187,23 @@ class Slots:
                 f"together they may be {self.max_len:,}"
             )
         if params.gamma is not None and params.gamma > self.gamma:
-            raise UserError(f"gamma={params.gamma}: must be at most {self.gamma}, which the engine was made for")
+            raise UserError(
+                f"gamma={params.gamma}: must be at most {self.gamma}, which the engine was made for"
+            )
 
     @torch.inference_mode()
     def prefill(
         self, prompt: list[int], params: Params, speculative: bool, progress: Callable[[int], None]
     ) -> tuple[int, bool]:
-        """Prefill a request outside of the slots. `progress` is called after each chunk, and may run a `step` or raise
-        Abandoned.
+        """Prefill a request outside of the slots. `progress` is called after each chunk, and may
+        run a `step` or raise Abandoned.
 
         Return the first token, and whether it is also the last. If it is not, `seat` comes next.
         """
-        decoder, padding = self.single.decoder, self.state.tokens_BS.shape[1] - len(prompt) - params.max_tokens
+        decoder, padding = (
+            self.single.decoder,
+            self.state.tokens_BS.shape[1] - len(prompt) - params.max_tokens,
+        )
         eos = () if params.sampling.ignore_eos else self.eos_token_ids
         state = State([prompt], params.max_tokens, padding, eos, self.device)
         request = Decoder(decoder.target, decoder.cache, state, params.sampling)
@@ -185,7 +220,9 @@ class Slots:
 
     @torch.inference_mode()
     def seat(self, slot: int) -> None:
-        """Copy the request that was prefilled last into a slot; it takes part from the next round on."""
+        """Copy the request that was prefilled last into a slot; it takes part from the next round
+        on.
+        """
         assert self._prefilled is not None
         state, params, speculative = self._prefilled
         self.batch.decoder.cache.copy_row(slot, self.single.decoder.cache)
@@ -194,13 +231,20 @@ class Slots:
             assert self.single.draft is not None
             self.batch.draft.copy_row(slot, self.single.draft)
         self.sampling.set_row(slot, params.sampling)
-        self.state.seat(slot, state, self.gamma if params.gamma is None else params.gamma, params.sampling.ignore_eos)
+        self.state.seat(
+            slot,
+            state,
+            self.gamma if params.gamma is None else params.gamma,
+            params.sampling.ignore_eos,
+        )
         if not params.sampling.greedy:
             self._sampled.add(slot)
 
     @torch.inference_mode()
     def release(self, slot: int) -> None:
-        """Empty a slot, whether or not its request has ended. An empty row attends to almost nothing."""
+        """Empty a slot, whether or not its request has ended. An empty row attends to almost
+        nothing.
+        """
         self.state.finished_B[slot : slot + 1] = True
         self.batch.decoder.cache.clear_row(slot)
         if self.batch.draft is not None:
@@ -209,9 +253,10 @@ class Slots:
 
     @torch.inference_mode()
     def step(self, gamma: int | None) -> Tensor:
-        """Take a round of all slots that proposes `gamma` tokens; None: an autoregressive step, of which the draft
-        learns nothing. Return (B, 4 + T), still on the device: accepted proposals, committed tokens, whether the row
-        has finished, whether its logits were finite, and its last T tokens, of which the committed ones are new.
+        """Take a round of all slots that proposes `gamma` tokens; None: an autoregressive step, of
+        which the draft learns nothing. Return (B, 4 + T), still on the device: accepted proposals,
+        committed tokens, whether the row has finished, whether its logits were finite, and its last
+        T tokens, of which the committed ones are new.
         """
         steps = self._steps[gamma, not self._sampled]
         steps[self._phase % len(steps)]()

@@ -23,7 +23,9 @@ def three_digits(value: Any) -> str:
 
 
 def cell(value: Any) -> str:
-    """Return a setting or metric as text: a float with at least four significant digits, "" for None."""
+    """Return a setting or metric as text: a float with at least four significant digits, "" for
+    None.
+    """
     if value is None or isinstance(value, bool):
         return "" if value is None else str(value).lower()
     if isinstance(value, float):
@@ -32,8 +34,8 @@ def cell(value: Any) -> str:
 
 
 def new_table(*columns: str, title: str | None = None, num_words: int = 1) -> Table:
-    """Return an empty table for the terminal. Align its first `num_words` columns to the left, the others to the
-    right.
+    """Return an empty table for the terminal. Align its first `num_words` columns to the left, the
+    others to the right.
     """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=title is not None, title=title)
     table.title_justify, table.title_style = "left", "bold"

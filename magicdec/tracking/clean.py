@@ -19,7 +19,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     parser = argparse.ArgumentParser("magicdec clean", description=__doc__)
     parser.add_argument("runs_dir", type=Path, help="a run store, as in runs_dir=FOLDER")
-    what = "delete runs that failed in this way (invalid, that is mistyped); may be given several times"
+    what = (
+        "delete runs that failed in this way (invalid, that is mistyped); may be given several"
+        " times"
+    )
     parser.add_argument("--kind", choices=KINDS, action="append", help=what)
     options = parser.parse_args(arguments)
     return exit_code(lambda: _clean(options.runs_dir, options.kind or ["invalid"]))
@@ -35,7 +38,9 @@ def _clean(runs_dir: Path, kinds: Sequence[str]) -> None:
 
 
 def _delete(run: Mapping[str, Any]) -> None:
-    """Delete a failed attempt. Raise UserError if that is impossible, or if the next attempt is running."""
+    """Delete a failed attempt. Raise UserError if that is impossible, or if the next attempt is
+    running.
+    """
     folder = Path(run["folder"])
     lock = folder_of_lock(folder)
     with explained(folder.parent), locked(lock):

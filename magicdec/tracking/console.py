@@ -10,14 +10,17 @@ from magicdec.errors import printable
 
 
 class Console(rich_console.Console):
-    """rich's console, with control characters and invisible characters escaped in all that is printed.
+    """rich's console, with control characters and invisible characters escaped in all that is
+    printed.
 
     What does not go to a terminal has no blanks at the ends of its lines.
     """
 
     @override
     def render(
-        self, renderable: rich_console.RenderableType, options: rich_console.ConsoleOptions | None = None
+        self,
+        renderable: rich_console.RenderableType,
+        options: rich_console.ConsoleOptions | None = None,
     ) -> Iterable[Segment]:
         blanks: list[Segment] = []  # those at the end of what has been seen of a line
         for text, style, control in super().render(renderable, options):

@@ -1,7 +1,8 @@
 """`magicdec dashboard`: make a W&B workspace with the usual charts.
 
-With --sweep, also make a report on that sweep, which says what the sweep has found if its runs are in --runs-dir.
-Without a login, write the specification to a file as JSON. Needs the extra `dashboard` (wandb-workspaces).
+With --sweep, also make a report on that sweep, which says what the sweep has found if its runs are
+in --runs-dir. Without a login, write the specification to a file as JSON. Needs the extra
+`dashboard` (wandb-workspaces).
 """
 
 import argparse
@@ -20,7 +21,8 @@ from magicdec.units import WAYS
 
 DEFAULT_FILE = Path("dashboard.json")  # without a login
 STEPS = {"T_T": "time/target_decode_ms", "T_D": "time/draft_ms", "T_V": "time/verify_ms"}
-# W&B's bars do not stack: a chart in Vega-Lite, with a row per run. Runs of the same name become their mean.
+# W&B's bars do not stack: a chart in Vega-Lite, with a row per run. Runs of the same name become
+# their mean.
 CHART = "magicdec-step-times"
 STACKED_BARS = {
     "$schema": "https://vega.github.io/schema/vega-lite/v5.json",
@@ -33,7 +35,13 @@ STACKED_BARS = {
     "mark": {"type": "bar", "tooltip": True},
     "encoding": {
         "x": {"field": "${field:run}", "type": "nominal", "title": None},
-        "y": {"field": "time", "type": "quantitative", "aggregate": "mean", "stack": "zero", "title": "ms"},
+        "y": {
+            "field": "time",
+            "type": "quantitative",
+            "aggregate": "mean",
+            "stack": "zero",
+            "title": "ms",
+        },
         "color": {"field": "step", "type": "nominal", "title": None},
     },
 }
@@ -48,14 +56,18 @@ def _make(options: argparse.Namespace) -> None:
     built = [_workspace(options), *([_report(options)] if options.sweep else [])]
     if options.file is None and _is_logged_in():
         if objection := wandb.make_chart(options.entity, CHART, STACKED_BARS):
-            to_stderr(f"the chart {CHART} was not made, which is fine if it exists already: {objection}")
+            to_stderr(
+                f"the chart {CHART} was not made, which is fine if it exists already: {objection}"
+            )
         for one in built:
             one.save()
             print(one.url)
         return
     file = options.file or DEFAULT_FILE
     specs = [json.loads(one._to_model().model_dump_json(by_alias=True)) for one in built]
-    contents = dict(zip(("workspace", "report"), specs, strict=False)) | {"charts": {CHART: STACKED_BARS}}
+    contents = dict(zip(("workspace", "report"), specs, strict=False)) | {
+        "charts": {CHART: STACKED_BARS}
+    }
     write(file, json.dumps(contents, indent=2) + "\n")
     print(f"the specification is in {shown(file)}")
 
@@ -73,7 +85,9 @@ def _library() -> Any:
     try:
         from wandb_workspaces.reports import v2
     except ImportError:
-        raise UserError("dashboards need wandb-workspaces: pip install 'magicdec[dashboard]'") from None
+        raise UserError(
+            "dashboards need wandb-workspaces: pip install 'magicdec[dashboard]'"
+        ) from None
     return v2
 
 
@@ -84,7 +98,9 @@ def _views(entity: str) -> dict[str, list[Any]]:
     def scatter(title: str, x: Any, y: str, z: Any = None, **options: Any) -> Any:
         return v2.ScatterPlot(title=title, x=x, y=v2.SummaryMetric(y), z=z, **options)
 
-    batch, context, budget = (v2.Config(key) for key in ("batch.size", "batch.context_len", "cache.budget"))
+    batch, context, budget = (
+        v2.Config(key) for key in ("batch.size", "batch.context_len", "cache.budget")
+    )
     speed, latency = "tokens_per_second", "time_per_output_token_ms"
     columns = [v2.Config("cache.policy"), budget, v2.Config("draft.gamma")]
     columns += [v2.SummaryMetric(key) for key in ("acceptance_rate", "speedup")]
@@ -111,19 +127,30 @@ def _views(entity: str) -> dict[str, list[Any]]:
         ],
         "How much throughput at which latency?": [
             scatter(
-                f"{way}: tokens/s against time per token", v2.SummaryMetric(f"{way}/{latency}"), f"{way}/{speed}", batch
+                f"{way}: tokens/s against time per token",
+                v2.SummaryMetric(f"{way}/{latency}"),
+                f"{way}/{speed}",
+                batch,
             )
             for way in WAYS
         ],
         "What is accepted, by policy and budget?": [
             scatter("acceptance against budget", budget, "acceptance_rate", log_x=True),
             v2.BarPlot(
-                title="acceptance by policy", metrics=["acceptance_rate"], groupby=v2.Config("cache.policy"), **bar
+                title="acceptance by policy",
+                metrics=["acceptance_rate"],
+                groupby=v2.Config("cache.policy"),
+                **bar,
             ),
             v2.LinePlot(title="accepted in each round", x="round", y=["accepted"]),
         ],
         "Is the cost model right?": [
-            scatter("speedup measured against predicted", v2.SummaryMetric("predicted/speedup"), "speedup", batch),
+            scatter(
+                "speedup measured against predicted",
+                v2.SummaryMetric("predicted/speedup"),
+                "speedup",
+                batch,
+            ),
         ],
         "Where does the time go?": [
             v2.CustomChart(
@@ -140,7 +167,9 @@ def _workspace(options: argparse.Namespace) -> Any:
     views = _views(options.entity)
     from wandb_workspaces import workspaces
 
-    sections = [workspaces.Section(name=name, panels=panels, is_open=True) for name, panels in views.items()]
+    sections = [
+        workspaces.Section(name=name, panels=panels, is_open=True) for name, panels in views.items()
+    ]
     return workspaces.Workspace(options.entity, options.project, name="magicdec", sections=sections)
 
 
@@ -148,13 +177,18 @@ def _report(options: argparse.Namespace) -> Any:
     """Return a report with the same panels, of the runs of one sweep: a group in W&B."""
     v2, blocks = _library(), _findings(options)
     for name, panels in _views(options.entity).items():
-        runs = v2.Runset(name=options.sweep, filters=f"Metric('Group') == '{options.sweep}'")  # of the report's project
+        # Of the report's project.
+        runs = v2.Runset(name=options.sweep, filters=f"Metric('Group') == '{options.sweep}'")
         blocks += [v2.H2(name), v2.PanelGrid(runsets=[runs], panels=panels)]
-    return v2.Report(options.project, options.entity, title=options.sweep, blocks=blocks, width="fluid")
+    return v2.Report(
+        options.project, options.entity, title=options.sweep, blocks=blocks, width="fluid"
+    )
 
 
 def _findings(options: argparse.Namespace) -> list[Any]:
-    """Return the text of what the sweep has found, by its stored runs; nothing if they are not here."""
+    """Return the text of what the sweep has found, by its stored runs; nothing if they are not
+    here.
+    """
     v2 = _library()
     try:
         found = answer(read_rows(options.runs_dir, options.sweep))
@@ -169,8 +203,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--entity", required=True, help="team or user, as in wandb.entity")
     parser.add_argument("--project", default="magicdec", help="as in wandb.project (magicdec)")
     parser.add_argument(
-        "--sweep", metavar="GROUP", help="also a report on this group: sweep.name, or the sweep's folder"
+        "--sweep",
+        metavar="GROUP",
+        help="also a report on this group: sweep.name, or the sweep's folder",
     )
-    parser.add_argument("--runs-dir", type=Path, default=Path("runs"), help="the store with the sweep's runs (runs)")
-    parser.add_argument("--file", type=Path, help=f"write the specification here; {DEFAULT_FILE} without a login")
+    parser.add_argument(
+        "--runs-dir", type=Path, default=Path("runs"), help="the store with the sweep's runs (runs)"
+    )
+    parser.add_argument(
+        "--file", type=Path, help=f"write the specification here; {DEFAULT_FILE} without a login"
+    )
     return parser

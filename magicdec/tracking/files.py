@@ -1,6 +1,7 @@
 """The files of a run as they are read back: a schema for each, checked in one place.
 
-Readers rely on the keys below, which every version has written in this form. Other keys may hold any JSON.
+Readers rely on the keys below, which every version has written in this form. Other keys may hold
+any JSON.
 """
 
 import logging
@@ -39,7 +40,8 @@ Whole = Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63)]
 Count = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Value = TypeAliasType(
-    "Value", "Annotated[bool, Strict()] | Whole | Number | Text | list[Value] | dict[Text, Value] | None"
+    "Value",
+    "Annotated[bool, Strict()] | Whole | Number | Text | list[Value] | dict[Text, Value] | None",
 )
 
 typed = with_config(ConfigDict(strict=True, extra="ignore"))
@@ -133,7 +135,8 @@ class Generation(TypedDict):
     autoregressive: NotRequired[list[int] | None]
     speculative: NotRequired[list[int] | None]
     rounds: NotRequired[list[tuple[Count, Count]] | None]  # proposed and accepted tokens
-    decode_s: NotRequired[dict[str, list[float]]]  # by way: seconds from the first to the last token, of every repeat
+    # By way: seconds from the first to the last token, of every repeat.
+    decode_s: NotRequired[dict[str, list[float]]]
 
 
 @typed
@@ -172,8 +175,9 @@ class JobLine(TypedDict):
 def by_round(tokens: Sequence[str], rounds: Iterable[Sequence[int]]) -> list[Round]:
     """Return the tokens of a row by round; `rounds` are pairs of proposed and accepted tokens.
 
-    `accepted` holds the accepted proposals of a round and `bonus` the target's own token that ends it, or None if the
-    token limit or an end of sequence has cut the round. The first entry is the token of the prefill.
+    `accepted` holds the accepted proposals of a round and `bonus` the target's own token that ends
+    it, or None if the token limit or an end of sequence has cut the round. The first entry is the
+    token of the prefill.
     """
     found: list[Round] = [{"proposed": 0, "accepted": [], "bonus": tokens[0]}]
     start = 1
@@ -190,10 +194,14 @@ def _in_short(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
     try:
         return validate(value)
     except ValidationError:
-        raise PydanticCustomError("value", "holds what JSON has no type for, or is nested too deeply") from None
+        raise PydanticCustomError(
+            "value", "holds what JSON has no type for, or is nested too deeply"
+        ) from None
 
 
-ROW: TypeAdapter[dict[str, Any]] = TypeAdapter(dict[Text, Annotated[Value, WrapValidator(_in_short)]])
+ROW: TypeAdapter[dict[str, Any]] = TypeAdapter(
+    dict[Text, Annotated[Value, WrapValidator(_in_short)]]
+)
 FACTS, CONFIG = TypeAdapter(Result), TypeAdapter(Config)
 SAMPLE, GENERATION, JOB_LINE = TypeAdapter(Sample), TypeAdapter(Generation), TypeAdapter(JobLine)
 UNIT = TypeAdapter(Unit)
@@ -213,16 +221,20 @@ def read_result(path: Path) -> dict[str, Any]:
     with _damage(path):
         if not path.is_file():
             return {}
-        path.absolute().parent.name.encode()  # the run's id: text, or else there is no place for it in tables
+        # The run's id: text, or else there is no place for it in tables.
+        path.absolute().parent.name.encode()
         content = ROW.validate_json(path.read_bytes())
         FACTS.validate_python(content)
         return content
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return the contents of config.yaml, whose parts several runs may share: do not change them. Raise Damaged."""
+    """Return the contents of config.yaml, whose parts several runs may share: do not change them.
+    Raise Damaged.
+    """
     with _damage(path):
-        # Group by group, with a cache: the runs of a sweep share most groups, and parsing takes long.
+        # Group by group, with a cache: the runs of a sweep share most groups, and parsing takes
+        # long.
         blocks = re.split(r"\n(?=[^\s#-])", path.read_text(encoding="utf-8"))
         content = {key: value for block in blocks for key, value in _parse_group(block).items()}
         CONFIG.validate_python(content)
@@ -232,11 +244,13 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def read_all(folder: Path, schema: TypeAdapter[T]) -> list[T]:
-    """Return what the files of a folder hold, by the numbers in their names; [] if there is no such folder. Leave out
-    files that are torn or break the schema, and log them.
+    """Return what the files of a folder hold, by the numbers in their names; [] if there is no such
+    folder. Leave out files that are torn or break the schema, and log them.
     """
     contents = []
-    for path in sorted(folder.glob("*.json"), key=lambda path: [int(n) for n in re.findall(r"\d+", path.stem)]):
+    for path in sorted(
+        folder.glob("*.json"), key=lambda path: [int(n) for n in re.findall(r"\d+", path.stem)]
+    ):
         try:
             contents.append(schema.validate_json(path.read_bytes()))
         except (OSError, ValueError) as error:
@@ -245,8 +259,8 @@ def read_all(folder: Path, schema: TypeAdapter[T]) -> list[T]:
 
 
 def read_lines(path: Path, schema: TypeAdapter[T]) -> list[T]:
-    """Return the objects of a file with one per line; [] if there is no such file. Leave out lines that are torn or
-    break the schema, and log the first.
+    """Return the objects of a file with one per line; [] if there is no such file. Leave out lines
+    that are torn or break the schema, and log the first.
     """
     found, left_out = [], []
     try:
@@ -282,12 +296,17 @@ def _reason(error: Exception) -> str:
 
 @lru_cache(maxsize=4096)
 def _parse_group(block: str) -> dict[str, Any]:
-    """Parse a group. Raise ValueError or YAMLError for what no run writes: deep nesting, which would overflow libyaml's
-    stack, anchors, whose aliases can stand for more than memory holds, and values that JSON has no type for.
+    """Parse a group. Raise ValueError or YAMLError for what no run writes: deep nesting, which
+    would overflow libyaml's stack, anchors, whose aliases can stand for more than memory holds, and
+    values that JSON has no type for.
     """
     depth = 0
     for event in yaml.parse(block, Loader):
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(
+            event, yaml.CollectionEndEvent
+        )
         if depth > DEPTH or getattr(event, "anchor", None):
-            raise ValueError("nested too deeply" if depth > DEPTH else f"an anchor or alias, {event.anchor}")
+            raise ValueError(
+                "nested too deeply" if depth > DEPTH else f"an anchor or alias, {event.anchor}"
+            )
     return ROW.validate_python(yaml.load(block, Loader) or {})

@@ -1,7 +1,8 @@
-"""The GPUs that a job of a sweep has to itself, or the machine if it has none: a file lock for each.
+"""The GPUs that a job of a sweep has to itself, or the machine if it has none: a file lock for
+each.
 
-Jobs of one sweep, or of several on one machine, neither share a GPU nor leave one idle; without GPUs, they take turns.
-The kernel releases a lock when its holder dies. Single runs hold none.
+Jobs of one sweep, or of several on one machine, neither share a GPU nor leave one idle; without
+GPUs, they take turns. The kernel releases a lock when its holder dies. Single runs hold none.
 """
 
 import math
@@ -28,13 +29,16 @@ POLL_S, SILENT_S = 0.2, 2.0
 
 
 def visible_gpus() -> dict[str, str]:
-    """Return the visible GPUs: the names of CUDA_VISIBLE_DEVICES, and names that are the same for all processes.
+    """Return the visible GPUs: the names of CUDA_VISIBLE_DEVICES, and names that are the same for
+    all processes.
 
     Ask the driver's own tool, so that CUDA does not start in this process.
     """
     listed = ""
     if shutil.which("nvidia-smi"):
-        listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True).stdout
+        listed = subprocess.run(
+            ["nvidia-smi", "--list-gpus"], capture_output=True, text=True
+        ).stdout
     found = dict(re.findall(r"^GPU (\d+): .*\(UUID: (\S+)\)", listed, re.M))
     named = os.environ.get(VISIBLE)
     if named is None:
@@ -45,11 +49,12 @@ def visible_gpus() -> dict[str, str]:
 
 @contextmanager
 def gpus_of_its_own(config: Config, own_process: bool) -> Iterator[None]:
-    """Wait for as many of the visible GPUs as the run takes, and hold them; hide the others from CUDA, if it has not
-    started.
+    """Wait for as many of the visible GPUs as the run takes, and hold them; hide the others from
+    CUDA, if it has not started.
 
-    A run on the CPU holds all GPUs, or the machine if it has none: other jobs would disturb its times. In a process
-    that does other jobs too, as the workers of some launchers, CUDA may have started: there, GPUs are not held.
+    A run on the CPU holds all GPUs, or the machine if it has none: other jobs would disturb its
+    times. In a process that does other jobs too, as the workers of some launchers, CUDA may have
+    started: there, GPUs are not held.
     """
     visible = visible_gpus()
     if not measures(config) or (visible and not own_process):
@@ -60,7 +65,8 @@ def gpus_of_its_own(config: Config, own_process: bool) -> Iterator[None]:
     wanted = len(machine) if on_cpu else min(config.hardware.tensor_parallel, len(machine))
     with ExitStack() as held:
         names: list[str] = []
-        # One process at a time takes what becomes free until it has enough, so that no two wait for each other.
+        # One process at a time takes what becomes free until it has enough, so that no two wait for
+        # each other.
         with locked(LOCKS, patience_s=math.inf):
             silent_until = time.monotonic() + SILENT_S
             while len(names) < wanted:
@@ -72,7 +78,11 @@ def gpus_of_its_own(config: Config, own_process: bool) -> Iterator[None]:
                 else:
                     if time.monotonic() > silent_until:
                         silent_until = math.inf
-                        what = f"{wanted} of {len(visible)} GPUs" if visible else "the machine, which another job has"
+                        what = (
+                            f"{wanted} of {len(visible)} GPUs"
+                            if visible
+                            else "the machine, which another job has"
+                        )
                         Console(stderr=True).print(f"waiting for {what}", highlight=False)
                     time.sleep(POLL_S)
         if visible:
@@ -81,7 +91,8 @@ def gpus_of_its_own(config: Config, own_process: bool) -> Iterator[None]:
 
 
 def refuse_a_share(config: Config, launcher: str, settings: Mapping[str, Any]) -> None:
-    """Raise UserError for a run on the CPU to which a launcher with these settings gives some of the threads.
+    """Raise UserError for a run on the CPU to which a launcher with these settings gives some of
+    the threads.
 
     Its times would be those of fewer threads, and it would have another id.
     """
@@ -91,7 +102,9 @@ def refuse_a_share(config: Config, launcher: str, settings: Mapping[str, Any]) -
     if launcher == "joblib" and settings["n_jobs"] != 1:
         remedy = "set hydra.launcher.n_jobs=1"
     if remedy and measures(config) and (config.hardware.device == "cpu" or not visible_gpus()):
-        raise UserError(f"hydra/launcher={launcher}: gives each job some of the {usual} threads; {remedy}")
+        raise UserError(
+            f"hydra/launcher={launcher}: gives each job some of the {usual} threads; {remedy}"
+        )
 
 
 def measures(config: Config) -> bool:

@@ -18,9 +18,9 @@ ID_LENGTH = 12  # hex digits: among 10,000 runs, two share an id with a probabil
 def run_id(config: Mapping[str, Any], fingerprints: Mapping[str, str], device: str) -> str:
     """Return a run's id: a hash of everything but `software` that affects its result.
 
-    `fingerprints` are those of the checkpoints, the data and an engine that is not ours. The order of keys does not
-    matter, nor how a number is written: 1 and 1.0 are the same. Nor does the folder in which a model lies, nor how
-    often the work is repeated.
+    `fingerprints` are those of the checkpoints, the data and an engine that is not ours. The order
+    of keys does not matter, nor how a number is written: 1 and 1.0 are the same. Nor does the
+    folder in which a model lies, nor how often the work is repeated.
     """
     decisive = {key: value for key, value in config.items() if key not in NOT_IN_ID}
     if target := decisive.get("target"):
@@ -37,9 +37,13 @@ def run_id(config: Mapping[str, Any], fingerprints: Mapping[str, str], device: s
 
 
 def _without_folder(model: Mapping[str, Any], fingerprint: str | None) -> Mapping[str, Any]:
-    """Return a model with the path of its option instead of its own. A model that is no option's is named after its
-    folder: where its weights have a fingerprint, the name does not count either.
+    """Return a model with the path of its option instead of its own. A model that is no option's is
+    named after its folder: where its weights have a fingerprint, the name does not count either.
     """
     known = option(model["name"])
     is_read = fingerprint not in (None, "random")
-    return {**model, "path": known.get("path"), "name": model["name"] if known or not is_read else None}
+    return {
+        **model,
+        "path": known.get("path"),
+        "name": model["name"] if known or not is_read else None,
+    }

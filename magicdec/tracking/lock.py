@@ -1,10 +1,13 @@
-"""The lock of a run: a lock on a file in its folder, which the kernel releases when its holder dies.
+"""The lock of a run: a lock on a file in its folder, which the kernel releases when its holder
+dies.
 
-The file names host and pid, for people. It is removed with the lock; the file of a killed process is taken over.
+The file names host and pid, for people. It is removed with the lock; the file of a killed process
+is taken over.
 
-The package filelock does not replace this: it leaves its file in each folder, has no way to ask for a lock without
-writing (a reader of a read-only store must know who runs), fails on file systems that answer ENOTSUP or ENOLCK, and
-where they answer ENOSYS it takes a lock that outlives a killed process.
+The package filelock does not replace this: it leaves its file in each folder, has no way to ask for
+a lock without writing (a reader of a read-only store must know who runs), fails on file systems
+that answer ENOTSUP or ENOLCK, and where they answer ENOSYS it takes a lock that outlives a killed
+process.
 """
 
 import errno
@@ -34,7 +37,9 @@ class Busy(UserError):
 
 @contextmanager
 def locked(folder: Path, patience_s: float = PATIENCE_S) -> Iterator[None]:
-    """Hold the lock of a run's folder, which is created. Raise OSError, or Busy if another process keeps the lock."""
+    """Hold the lock of a run's folder, which is created. Raise OSError, or Busy if another process
+    keeps the lock.
+    """
     end = time.monotonic() + patience_s
     while (descriptor := _try(folder / NAME)) is None:
         if time.monotonic() > end:
@@ -45,7 +50,8 @@ def locked(folder: Path, patience_s: float = PATIENCE_S) -> Iterator[None]:
         yield
     finally:
         with suppress(OSError):
-            (folder / NAME).unlink()  # before the lock is released: a waiting process sees that the file is gone
+            # Before the lock is released: a waiting process sees that the file is gone.
+            (folder / NAME).unlink()
             folder.rmdir()  # if the run has left nothing there
         os.close(descriptor)
 
@@ -78,7 +84,8 @@ def _try(path: Path) -> int | None:
         return None
     try:
         _flock(descriptor)
-        # The last holder may have removed the file between our two calls: then we hold a file that nobody else opens.
+        # The last holder may have removed the file between our two calls: then we hold a file that
+        # nobody else opens.
         if os.fstat(descriptor).st_ino == path.stat().st_ino:
             os.ftruncate(descriptor, 0)
             return descriptor
@@ -89,7 +96,9 @@ def _try(path: Path) -> int | None:
 
 
 def _flock(descriptor: int) -> None:
-    """Take the lock. On a file system without locks do nothing: runs are not guarded against each other there."""
+    """Take the lock. On a file system without locks do nothing: runs are not guarded against each
+    other there.
+    """
     try:
         if fcntl is not None:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

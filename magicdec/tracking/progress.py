@@ -1,7 +1,8 @@
-"""Progress on stderr: bars on a terminal, a line per finished stage elsewhere, nothing for short stages.
+"""Progress on stderr: bars on a terminal, a line per finished stage elsewhere, nothing for short
+stages.
 
-A task counts in a plain number, which the drawing thread reads a few times a second: a decode loop pays for one
-addition.
+A task counts in a plain number, which the drawing thread reads a few times a second: a decode loop
+pays for one addition.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -26,7 +27,9 @@ DRAWINGS_PER_SECOND = 4
 class Stage:
     """A stage of the work, as a context manager. `total` is None where its length is unknown."""
 
-    def __init__(self, name: str, total: float | None, at_end: Callable[["Stage"], None] = lambda _: None):
+    def __init__(
+        self, name: str, total: float | None, at_end: Callable[["Stage"], None] = lambda _: None
+    ):
         self.name, self.total, self.done, self.running = name, total, 0.0, True
         self._start, self._seconds, self._at_end = perf_counter(), 0.0, at_end
 
@@ -42,7 +45,9 @@ class Stage:
     def __enter__(self) -> "Stage":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
         self._seconds, self.running = self.seconds, False
         if error is None:
             self._at_end(self)
@@ -112,7 +117,9 @@ class _Bars(rich_progress.Progress):
         for number, task in list(self._running.items()):
             if task.running:
                 visible = task.seconds >= DELAY_S
-                self.update(number, completed=task.done, visible=visible, times=_times(task) + self._point)
+                self.update(
+                    number, completed=task.done, visible=visible, times=_times(task) + self._point
+                )
             else:
                 self.remove_task(number)
                 del self._running[number]
@@ -130,7 +137,9 @@ def _times(task: Stage) -> str:
 
 def _in_words(point: Line) -> str:
     """Return a point of a pass as the end of its bar."""
-    speed = next((value for key, value in point.items() if key.endswith("/tokens_per_second")), None)
+    speed = next(
+        (value for key, value in point.items() if key.endswith("/tokens_per_second")), None
+    )
     parts = [f", {speed:,.0f} tokens/s"] if speed is not None else []
     parts += [f", {point['live/accepted']:.2f} accepted"] if "live/accepted" in point else []
     return "".join(parts)
@@ -141,7 +150,11 @@ def _print_repeat(console: RichConsole, line: Line) -> None:
     if line.get("repeat/seconds", 0.0) < DELAY_S:
         return
     speedup = f", {line['repeat/speedup']:.2f}x per row" if "repeat/speedup" in line else ""
-    console.print(f"repeat {line['repeat']}: {line['repeat/seconds']:.1f} s{speedup}", highlight=False, markup=False)
+    console.print(
+        f"repeat {line['repeat']}: {line['repeat/seconds']:.1f} s{speedup}",
+        highlight=False,
+        markup=False,
+    )
 
 
 def nobody(_: Line) -> None:

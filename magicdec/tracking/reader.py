@@ -1,4 +1,6 @@
-"""Read a run store. Return plain, well-typed data; leave out runs whose files are damaged, with a line in the log."""
+"""Read a run store. Return plain, well-typed data; leave out runs whose files are damaged, with a
+line in the log.
+"""
 
 import os
 import re
@@ -15,14 +17,21 @@ LOG = "log.txt"  # of a run, in its folder
 RESULT = "result.json"
 # A folder's name: the id of the run, and from the second attempt on its number.
 ATTEMPT = re.compile(r"(.+?)(?:-(\d+))?", re.DOTALL)
-NOISY, THROTTLED = 0.1, 0.05  # from which spread over repeats, and share of a run with a slowed GPU, there is a warning
+# From which spread over repeats, and share of a run with a slowed GPU, there is a warning.
+NOISY, THROTTLED = 0.1, 0.05
 IMPOSSIBLE = 0.05  # share by which the parts of a round take longer than the round
-# A run's times next to another measurement of them (magicdec/measure/metrics.py and `slowness`): the factor from which
-# there is a warning, and its words. Predictions may be wrong themselves.
+# A run's times next to another measurement of them (magicdec/measure/metrics.py and `slowness`):
+# the factor from which there is a warning, and its words. Predictions may be wrong themselves.
 CROSS_CHECKS = {
-    "agreement/target_decode": (1.5, "an autoregressive step took {:.2g} times as long as in the profile"),
+    "agreement/target_decode": (
+        1.5,
+        "an autoregressive step took {:.2g} times as long as in the profile",
+    ),
     "agreement/round": (1.5, "a round took {:.2g} times as long as in the profile"),
-    "agreement/earlier": (1.5, "an autoregressive step took {:.2g} times as long as in the fastest earlier attempt"),
+    "agreement/earlier": (
+        1.5,
+        "an autoregressive step took {:.2g} times as long as in the fastest earlier attempt",
+    ),
     "agreement/prediction": (2.0, "an autoregressive step took {:.2g} times as long as predicted"),
 }
 BASELINE = "autoregressive/time_per_output_token_ms"
@@ -40,7 +49,11 @@ def number_of(attempt_id: str) -> int:
 
 def attempts(runs_dir: str | Path, run_id: str) -> list[Path]:
     """Return the folders of a run's attempts, the latest last."""
-    found = [path.parent for path in Path(runs_dir).glob(f"{run_id}*/{RESULT}") if run_of(path.parent.name) == run_id]
+    found = [
+        path.parent
+        for path in Path(runs_dir).glob(f"{run_id}*/{RESULT}")
+        if run_of(path.parent.name) == run_id
+    ]
     return sorted(found, key=lambda folder: number_of(folder.name))
 
 
@@ -55,11 +68,11 @@ def lost(result: Mapping[str, Any]) -> str:
 
 
 def load_run(folder: str | Path) -> dict[str, Any]:
-    """Return what result.json holds with its `id`, `folder` and `config`; {} where the folder is not a run's. Raise
-    Damaged where a file cannot be read.
+    """Return what result.json holds with its `id`, `folder` and `config`; {} where the folder is
+    not a run's. Raise Damaged where a file cannot be read.
 
-    A run whose process was killed still says that it is running: here it has failed, and was interrupted. The
-    configurations of several runs may share parts: do not change them.
+    A run whose process was killed still says that it is running: here it has failed, and was
+    interrupted. The configurations of several runs may share parts: do not change them.
     """
     folder = Path(folder)
     result = files.read_result(folder / RESULT)
@@ -72,19 +85,29 @@ def load_run(folder: str | Path) -> dict[str, Any]:
 
 
 def find_run(name: str, runs_dir: Path) -> dict[str, Any]:
-    """Return a run by its folder, its id or the beginning of its id. Raise UserError unless that is one run."""
+    """Return a run by its folder, its id or the beginning of its id. Raise UserError unless that is
+    one run.
+    """
     for exact in (Path(name), runs_dir / name):
         if run := load_run(exact):
             return run
-    found = [path.parent for path in sorted(runs_dir.glob(f"*/{RESULT}")) if path.parent.name.startswith(name)]
+    found = [
+        path.parent
+        for path in sorted(runs_dir.glob(f"*/{RESULT}"))
+        if path.parent.name.startswith(name)
+    ]
     if len(found) != 1:
         names = ", ".join(folder.name for folder in found) or "no such run"
-        raise UserError(f"{name}: {names}; name a run's folder, or the beginning of an id in {runs_dir}")
+        raise UserError(
+            f"{name}: {names}; name a run's folder, or the beginning of an id in {runs_dir}"
+        )
     return load_run(found[0])
 
 
 def noise(result: Mapping[str, Any]) -> list[str]:
-    """Return why a run's times cannot be trusted, in words; [] if nothing that it has measured says so."""
+    """Return why a run's times cannot be trusted, in words; [] if nothing that it has measured says
+    so.
+    """
     known = {key: value for key, value in result.items() if isinstance(value, int | float)}
     spread = known.get("speedup_spread", 0.0)
     found = [f"the speedup spreads over {spread:.0%} between repeats"] if spread > NOISY else []
@@ -95,13 +118,17 @@ def noise(result: Mapping[str, Any]) -> list[str]:
 
 
 def slowness(result: Mapping[str, Any], earlier: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Return `agreement/earlier` and `agreement/prediction`: how many times as long an autoregressive step took as in
-    the fastest earlier attempt and as predicted, at least 1. Nothing within a run shows that all of it was slow.
+    """Return `agreement/earlier` and `agreement/prediction`: how many times as long an
+    autoregressive step took as in the fastest earlier attempt and as predicted, at least 1. Nothing
+    within a run shows that all of it was slow.
     """
     before = [one.get(BASELINE) for one in earlier if one.get("status") == "done"]
     others = {
         "earlier": (result.get(BASELINE), before),
-        "prediction": (result.get("time/target_decode_ms"), [result.get("predicted/target_decode_ms")]),
+        "prediction": (
+            result.get("time/target_decode_ms"),
+            [result.get("predicted/target_decode_ms")],
+        ),
     }
     found = {}
     for name, (time, expected) in others.items():
@@ -112,28 +139,50 @@ def slowness(result: Mapping[str, Any], earlier: Iterable[Mapping[str, Any]]) ->
 
 
 def gpu_trouble(result: Mapping[str, Any]) -> list[str]:
-    """Return what has disturbed the GPU during a run, in words (magicdec/measure/system.py); [] if nothing is known."""
+    """Return what has disturbed the GPU during a run, in words (magicdec/measure/system.py); [] if
+    nothing is known.
+    """
     known = {key: value for key, value in result.items() if isinstance(value, int | float)}
     shares = {why: known.get(f"gpu/throttled/{why}", 0.0) for why in ("thermal", "power")}
-    found = [f"throttled ({why}) for {share:.0%} of the time" for why, share in shares.items() if share > THROTTLED]
+    found = [
+        f"throttled ({why}) for {share:.0%} of the time"
+        for why, share in shares.items()
+        if share > THROTTLED
+    ]
     others = known.get("gpu/shared", 0)
-    return found + ([f"shared with {others} other process{'es' if others > 1 else ''}"] if others else [])
+    return found + (
+        [f"shared with {others} other process{'es' if others > 1 else ''}"] if others else []
+    )
 
 
 def is_impossible(result: Mapping[str, Any]) -> bool:
-    """Return whether the parts of a round were measured to take longer than the round that they make up."""
+    """Return whether the parts of a round were measured to take longer than the round that they
+    make up.
+    """
     overhead, whole = (result.get(f"time/{name}_ms") for name in ("overhead", "round"))
-    return isinstance(overhead, int | float) and isinstance(whole, int | float) and overhead < -IMPOSSIBLE * whole
+    return (
+        isinstance(overhead, int | float)
+        and isinstance(whole, int | float)
+        and overhead < -IMPOSSIBLE * whole
+    )
 
 
 def find_done(runs_dir: str | Path, run_id: str, software: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the result of the latest attempt that is done with this software ({}: any), or {} if there is none."""
-    results = (read_result(folder) | {"id": folder.name} for folder in reversed(attempts(runs_dir, run_id)))
-    return next((r for r in results if r.get("status") == "done" and software.items() <= r.items()), {})
+    """Return the result of the latest attempt that is done with this software ({}: any), or {} if
+    there is none.
+    """
+    results = (
+        read_result(folder) | {"id": folder.name} for folder in reversed(attempts(runs_dir, run_id))
+    )
+    return next(
+        (r for r in results if r.get("status") == "done" and software.items() <= r.items()), {}
+    )
 
 
 def latest(runs: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return one attempt of each run: the last that is done, or else the last. Leave out runs that were mistyped."""
+    """Return one attempt of each run: the last that is done, or else the last. Leave out runs that
+    were mistyped.
+    """
     chosen: dict[str, dict[str, Any]] = {}
     for run in sorted(runs, key=lambda run: (run["status"] == "done", number_of(run["id"]))):
         if run.get("kind") != "invalid":
@@ -142,8 +191,8 @@ def latest(runs: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def iter_runs(runs_dir: str | Path, ids: Collection[str] | None = None) -> Iterator[dict[str, Any]]:
-    """Yield every attempt in a store, or those of some ids, in the order of ids. Log what cannot be read; skip all else
-    that lies there.
+    """Yield every attempt in a store, or those of some ids, in the order of ids. Log what cannot be
+    read; skip all else that lies there.
     """
     try:
         names = sorted(os.listdir(runs_dir) if ids is None else set(ids))
@@ -155,7 +204,9 @@ def iter_runs(runs_dir: str | Path, ids: Collection[str] | None = None) -> Itera
 
 
 def read_result(folder: Path) -> dict[str, Any]:
-    """Return what result.json holds; {} where there is none, or none that can be read, which is logged."""
+    """Return what result.json holds; {} where there is none, or none that can be read, which is
+    logged.
+    """
     return _or_empty(files.read_result, folder / RESULT)
 
 

@@ -1,7 +1,7 @@
 """`magicdec show RUN`: print the end of each prompt and its continuation, round by round.
 
-Accepted proposals are green; the other tokens are the target's own, one at the end of each round. The table below the
-text shows the same without colours.
+Accepted proposals are green; the other tokens are the target's own, one at the end of each round.
+The table below the text shows the same without colours.
 """
 
 import argparse
@@ -15,7 +15,15 @@ from rich.text import Text
 from magicdec.errors import UserError, exit_code, printable
 from magicdec.tracking.cells import new_table
 from magicdec.tracking.console import Console
-from magicdec.tracking.files import GENERATION, SAMPLE, Generation, Round, Sample, by_round, read_lines
+from magicdec.tracking.files import (
+    GENERATION,
+    SAMPLE,
+    Generation,
+    Round,
+    Sample,
+    by_round,
+    read_lines,
+)
 from magicdec.tracking.reader import find_run
 from magicdec.tracking.report.terminal import console
 from magicdec.tracking.store import counted
@@ -30,15 +38,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     parser = argparse.ArgumentParser("magicdec show", description=__doc__)
     parser.add_argument("run", help="a run's folder, or the beginning of its id")
-    parser.add_argument("--runs-dir", type=Path, default=Path("runs"), help="the store to look ids up in (runs)")
-    parser.add_argument("--row", type=int, metavar="N", help="only this row; rows without stored text show token ids")
-    parser.add_argument("--rounds", type=int, metavar="N", default=20, help="rounds of a row to show (20; 0: all)")
+    parser.add_argument(
+        "--runs-dir", type=Path, default=Path("runs"), help="the store to look ids up in (runs)"
+    )
+    parser.add_argument(
+        "--row",
+        type=int,
+        metavar="N",
+        help="only this row; rows without stored text show token ids",
+    )
+    parser.add_argument(
+        "--rounds", type=int, metavar="N", default=20, help="rounds of a row to show (20; 0: all)"
+    )
     options = parser.parse_args(arguments)
-    return exit_code(lambda: show(console(), find_run(options.run, options.runs_dir), options.row, options.rounds))
+    return exit_code(
+        lambda: show(
+            console(), find_run(options.run, options.runs_dir), options.row, options.rounds
+        )
+    )
 
 
 def show(out: Console, run: Mapping[str, Any], row: int | None = None, max_rounds: int = 0) -> None:
-    """Print the samples of a run, or one row. Stop after `max_rounds` rounds of a row, if that is not 0."""
+    """Print the samples of a run, or one row. Stop after `max_rounds` rounds of a row, if that is
+    not 0.
+    """
     samples = samples_of(Path(run["folder"]), row)
     title = Text(f"{run['id']}  {run['config']['scenario']['name']}: ", style="bold")
     out.print(title + Text(described_models(run["config"])), soft_wrap=True)
@@ -48,7 +71,8 @@ def show(out: Console, run: Mapping[str, Any], row: int | None = None, max_round
 
 
 def samples_of(folder: Path, row: int | None = None) -> list[Sample]:
-    """Return the samples of a run, or one row of it. A row without stored text has token ids instead.
+    """Return the samples of a run, or one row of it. A row without stored text has token ids
+    instead.
 
     Raise UserError if the run has stored no such row.
     """
@@ -57,13 +81,17 @@ def samples_of(folder: Path, row: int | None = None) -> list[Sample]:
         return list(stored.values())
     if row in stored:
         return [stored[row]]
-    generations = {line["row"]: line for line in read_lines(folder / "generations.jsonl", GENERATION)}
+    generations = {
+        line["row"]: line for line in read_lines(folder / "generations.jsonl", GENERATION)
+    }
     if not generations:
         raise UserError(f"{folder}: this run has stored no output")
     if row is None:
         return [_as_ids(line) for line in list(generations.values())[:NUM_ROWS]]
     if row not in generations:
-        raise UserError(f"--row {row}: {folder} holds rows {min(generations)} to {max(generations)}")
+        raise UserError(
+            f"--row {row}: {folder} holds rows {min(generations)} to {max(generations)}"
+        )
     return [_as_ids(generations[row])]
 
 
@@ -90,7 +118,8 @@ def _described(sample: Sample, max_rounds: int) -> Iterator[RenderableType]:
     if not rounds:
         yield Text(printable(text or sample.get("autoregressive") or "", LINES))
         return
-    shown = rounds[: max_rounds + 1] if max_rounds else rounds  # the first entry is the prefill's token
+    # The first entry is the prefill's token.
+    shown = rounds[: max_rounds + 1] if max_rounds else rounds
     colored = Text()
     for one in shown:
         colored.append(printable("".join(one["accepted"]), LINES), style=ACCEPTED)
@@ -98,11 +127,15 @@ def _described(sample: Sample, max_rounds: int) -> Iterator[RenderableType]:
     yield colored.append("…" if len(shown) < len(rounds) else "", style="dim")
     yield _table(shown)
     if len(shown) < len(rounds):
-        yield Text(f"{counted(len(rounds) - len(shown), 'more round')}; --rounds 0 shows all", style="dim")
+        yield Text(
+            f"{counted(len(rounds) - len(shown), 'more round')}; --rounds 0 shows all", style="dim"
+        )
 
 
 def _table(rounds: Sequence[Round]) -> RenderableType:
-    """Return a line per round: how many proposals were accepted, their text, and the bonus token."""
+    """Return a line per round: how many proposals were accepted, their text, and the bonus
+    token.
+    """
     table = new_table("round", "accepted", num_words=0)
     table.add_column("accepted proposals", style=ACCEPTED, overflow="fold")
     table.add_column("bonus token", overflow="fold")

@@ -1,13 +1,14 @@
-"""The run store: a folder per attempt at a run, complete before a tracker reads it. Takes plain data, writes JSON and
-YAML.
+"""The run store: a folder per attempt at a run, complete before a tracker reads it. Takes plain
+data, writes JSON and YAML.
 
-The folder's name is the attempt's id: <runs_dir>/<id>/, <id>-2/, <id>-3/. It holds config.yaml, result.json (status and
-flat metrics), generations.jsonl (token ids), history.jsonl, samples.jsonl (text of a few rows), system.jsonl (load of
-the machine), log.txt, and the folder units (what was measured, a file for each part). Files are written under temporary
-names and then moved, so that no reader, kill or full disk leaves half of one.
+The folder's name is the attempt's id: <runs_dir>/<id>/, <id>-2/, <id>-3/. It holds config.yaml,
+result.json (status and flat metrics), generations.jsonl (token ids), history.jsonl, samples.jsonl
+(text of a few rows), system.jsonl (load of the machine), log.txt, and the folder units (what was
+measured, a file for each part). Files are written under temporary names and then moved, so that no
+reader, kill or full disk leaves half of one.
 
-A run's folder belongs to its id and to the software that measures it. A sweep adds to it what is missing, and replaces
-result.json last. A run by hand gets a folder of its own.
+A run's folder belongs to its id and to the software that measures it. A sweep adds to it what is
+missing, and replaces result.json last. A run by hand gets a folder of its own.
 """
 
 import json
@@ -41,7 +42,8 @@ log = logging.getLogger(__name__)
 
 CHECKOUT = PACKAGE.parent
 CODE_FOLDERS = ("magicdec", "conf", "sweeps", "hydra_plugins", "launch.py")  # of the checkout
-# The package as this process has imported it: an edit while a sweep runs does not reach the jobs of its fork server.
+# The package as this process has imported it: an edit while a sweep runs does not reach the jobs of
+# its fork server.
 PACKAGE_HASH = of_code(PACKAGE)
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
@@ -66,8 +68,9 @@ def shown(path: Path) -> str:
 class Run:
     """One attempt at a run, with an id and a folder of its own.
 
-    `result` is the content of result.json so far. Where repeats are added to a run that is done, that stays its result
-    until there is a new one, and `before` of its repeats do not count towards those that are asked for.
+    `result` is the content of result.json so far. Where repeats are added to a run that is done,
+    that stays its result until there is a new one, and `before` of its repeats do not count towards
+    those that are asked for.
     """
 
     runs_dir: str | Path
@@ -75,18 +78,28 @@ class Run:
     result: dict[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
     before: int = 0
-    facts: dict[str, Any] = field(default_factory=dict)  # what describes the run and this process, not a measurement
+    # What describes the run and this process, not a measurement.
+    facts: dict[str, Any] = field(default_factory=dict)
     seconds_before: float = 0.0  # of earlier sessions
     writes: bool = True
 
     @classmethod
-    def open(cls, runs_dir: str | Path, run_id: str, config: Mapping[str, Any], overrides: Sequence[str] = ()) -> "Run":
-        """Make the folder of the next attempt and mark it as running. Raise StorageError where that is impossible.
+    def open(
+        cls,
+        runs_dir: str | Path,
+        run_id: str,
+        config: Mapping[str, Any],
+        overrides: Sequence[str] = (),
+    ) -> "Run":
+        """Make the folder of the next attempt and mark it as running. Raise StorageError where that
+        is impossible.
 
-        The caller holds the run's lock (tracking/lock.py). `overrides` are those of the command line.
+        The caller holds the run's lock (tracking/lock.py). `overrides` are those of the command
+        line.
         """
         earlier = attempts(runs_dir, run_id)
-        if earlier and (last := read_result(earlier[-1])).get("status") == "running":  # but we hold its lock
+        # But we hold its lock.
+        if earlier and (last := read_result(earlier[-1])).get("status") == "running":
             cls(runs_dir, earlier[-1].name, last).fail(lost(last), "interrupted")
         number = 1 + (number_of(earlier[-1].name) if earlier else 0)
         run = cls(runs_dir, run_id if number == 1 else f"{run_id}-{number}", config=plain(config))
@@ -96,8 +109,11 @@ class Run:
         return run
 
     @classmethod
-    def reopen(cls, folder: Path, config: Mapping[str, Any], overrides: Sequence[str] = (), before: int = 0) -> "Run":
-        """Continue in the folder of an attempt, by the same software. Raise StorageError where that is impossible.
+    def reopen(
+        cls, folder: Path, config: Mapping[str, Any], overrides: Sequence[str] = (), before: int = 0
+    ) -> "Run":
+        """Continue in the folder of an attempt, by the same software. Raise StorageError where that
+        is impossible.
 
         The caller holds the run's lock. All that was measured is kept.
         """
@@ -116,14 +132,18 @@ class Run:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._remove_torn_files()
             if self.result["status"] == "running":
-                _write_atomically(self._config_file() | {self._result_path: [_json_text(self.result)]})
+                _write_atomically(
+                    self._config_file() | {self._result_path: [_json_text(self.result)]}
+                )
 
     def _config_file(self) -> dict[Path, list[str]]:
         text = yaml.safe_dump(self.config, sort_keys=False, allow_unicode=True)
         return {self.folder / "config.yaml": [text]}
 
     def write(self, name: str, content: Mapping[str, Any]) -> None:
-        """Write a JSON file into the folder, complete when it is there. Raise StorageError where that is impossible."""
+        """Write a JSON file into the folder, complete when it is there. Raise StorageError where
+        that is impossible.
+        """
         if not self.writes:
             return
         path = self.folder / name
@@ -151,7 +171,8 @@ class Run:
     def mark_crashed(cls, runs_dir: str | Path, attempt_id: str, pid: int, reason: str) -> None:
         """Mark as crashed an attempt that a dead process has left running."""
         folder = Path(runs_dir, attempt_id)
-        with suppress(Busy, OSError), locked(folder_of_lock(folder)):  # Busy: the next attempt is running
+        # Busy: the next attempt is running.
+        with suppress(Busy, OSError), locked(folder_of_lock(folder)):
             result = read_result(folder)
             if result.get("status") == "running" and result.get("pid") == pid:
                 cls(runs_dir, attempt_id, result).fail(reason, "crashed")
@@ -172,11 +193,20 @@ class Run:
         """Store the results. Raise StorageError where that is impossible."""
         facts = self.facts | {"status": "done"} | self._end()
         result = plain(facts | dict(metrics) | facts)
-        rows = {"generations": generations, "history": history, "samples": samples, "system": system}
-        files = {self.folder / f"{name}.jsonl": map(_json_line, lines) for name, lines in rows.items()}
+        rows = {
+            "generations": generations,
+            "history": history,
+            "samples": samples,
+            "system": system,
+        }
+        files = {
+            self.folder / f"{name}.jsonl": map(_json_line, lines) for name, lines in rows.items()
+        }
         with explained(self.runs_dir):
             # The result comes last: a run that is done is complete.
-            _write_atomically(files | self._config_file() | {self._result_path: [_json_text(result)]})
+            _write_atomically(
+                files | self._config_file() | {self._result_path: [_json_text(result)]}
+            )
         self.result = result
 
     def annotate(self, metrics: Mapping[str, Any]) -> None:
@@ -193,9 +223,11 @@ class Run:
         metrics: Mapping[str, Any] | None = None,
         generations: Sequence[Mapping] = (),
     ) -> None:
-        """Mark this attempt as failed: `kind` is one of KINDS in clean.py. Keep what it has measured so far.
+        """Mark this attempt as failed: `kind` is one of KINDS in clean.py. Keep what it has
+        measured so far.
 
-        A run that was done stays done. Never raise if the disk refuses: the user is about to see another error already.
+        A run that was done stays done. Never raise if the disk refuses: the user is about to see
+        another error already.
         """
         if self.result.get("status") == "done":
             log.warning("%s keeps its result; adding repeats to it failed: %s", self.folder, reason)
@@ -213,7 +245,9 @@ class Run:
 
     @contextmanager
     def log_to_file(self) -> Iterator[None]:
-        """Append the program's log to log.txt, and the traceback of an exception that passes through."""
+        """Append the program's log to log.txt, and the traceback of an exception that passes
+        through.
+        """
         with explained(self.runs_dir):
             handler = _LogFile(self.folder / LOG, encoding="utf-8")
         handler.setFormatter(logging.Formatter(LOG_FORMAT))
@@ -223,15 +257,20 @@ class Run:
                 log.info("run %s", self.id)
                 yield
         except BaseException:
-            record = log.makeRecord(log.name, logging.ERROR, __file__, 0, "failed", (), sys.exc_info())
-            handler.handle(record)  # into the file alone: the command line prints it on the terminal
+            record = log.makeRecord(
+                log.name, logging.ERROR, __file__, 0, "failed", (), sys.exc_info()
+            )
+            # Into the file alone: the command line prints it on the terminal.
+            handler.handle(record)
             raise
         finally:
             logging.getLogger().removeHandler(handler)
             handler.close()
 
     def _end(self) -> dict[str, Any]:
-        """Return when the attempt ended, and how long its sessions took if this process has run the last one."""
+        """Return when the attempt ended, and how long its sessions took if this process has run the
+        last one.
+        """
         finished = _now()
         if self.result.get("pid") != os.getpid() and self.facts.get("pid") != os.getpid():
             return {"finished": finished}  # nobody knows when it was killed
@@ -255,12 +294,19 @@ def explained(runs_dir: str | Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        what = f"cannot write{f' {error.filename}' if error.filename else ''}: {error.strerror or error}"
-        raise StorageError(f"runs_dir={runs_dir}: {what}; choose a folder with runs_dir=FOLDER") from error
+        what = (
+            f"cannot write{f' {error.filename}' if error.filename else ''}:"
+            f" {error.strerror or error}"
+        )
+        raise StorageError(
+            f"runs_dir={runs_dir}: {what}; choose a folder with runs_dir=FOLDER"
+        ) from error
 
 
 def _write_atomically(contents: Mapping[Path, Iterable[str]]) -> None:
-    """Write all files under temporary names before the first is moved into place: a failure comes before any change."""
+    """Write all files under temporary names before the first is moved into place: a failure comes
+    before any change.
+    """
     staged: dict[Path, Path] = {}
     try:
         for path, pieces in contents.items():
@@ -286,7 +332,9 @@ def _json_line(row: Mapping) -> str:
 
 
 def plain(value: Any, whole_numbers: bool = False) -> Any:
-    """Return a value that JSON and YAML can hold: NaN and infinity become null; with `whole_numbers`, 1.0 becomes 1."""
+    """Return a value that JSON and YAML can hold: NaN and infinity become null; with
+    `whole_numbers`, 1.0 becomes 1.
+    """
     if isinstance(value, Mapping):
         return {str(key): plain(item, whole_numbers) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -311,16 +359,28 @@ def _now() -> str:
 
 
 def software() -> dict[str, str]:
-    """Return what may change a run's figures but is no part of its id: the code, Python, PyTorch, OpenMP's settings."""
+    """Return what may change a run's figures but is no part of its id: the code, Python, PyTorch,
+    OpenMP's settings.
+    """
     versions = {"python": platform.python_version(), "torch": metadata.version("torch")}
     return {"source": source()} | versions | {"openmp": threads.settings()}
 
 
 def _commit() -> dict[str, Any]:
-    """Return the checkout's commit and whether its code differs, new files included; null for an installed package."""
+    """Return the checkout's commit and whether its code differs, new files included; null for an
+    installed package.
+    """
     lines: list[str] = []
     if (CHECKOUT / ".git").exists():
-        command = ["git", "--no-optional-locks", "status", "--porcelain=v2", "--branch", "--", *CODE_FOLDERS]
+        command = [
+            "git",
+            "--no-optional-locks",
+            "status",
+            "--porcelain=v2",
+            "--branch",
+            "--",
+            *CODE_FOLDERS,
+        ]
         try:
             done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=10)
             lines = done.stdout.splitlines()
@@ -334,8 +394,13 @@ def _commit() -> dict[str, Any]:
 @contextmanager
 def _more_detail() -> Iterator[None]:
     """Log the package's INFO into log files, and no more than before elsewhere."""
-    package, before = logging.getLogger("magicdec"), logging.getLogger("magicdec").getEffectiveLevel()
-    others = [handler for handler in logging.getLogger().handlers if not isinstance(handler, _LogFile)]
+    package, before = (
+        logging.getLogger("magicdec"),
+        logging.getLogger("magicdec").getEffectiveLevel(),
+    )
+    others = [
+        handler for handler in logging.getLogger().handlers if not isinstance(handler, _LogFile)
+    ]
     levels = [handler.level for handler in others]
     own_level = package.level
     try:

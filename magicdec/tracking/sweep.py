@@ -1,7 +1,7 @@
 """The record of a sweep: a line per job in <runs_dir>/sweeps/<name>/jobs.jsonl.
 
-Also the environment variables and exit codes by which launchers (hydra_plugins/) and their jobs (launch.py)
-communicate.
+Also the environment variables and exit codes by which launchers (hydra_plugins/) and their jobs
+(launch.py) communicate.
 """
 
 import json
@@ -16,7 +16,8 @@ from magicdec.errors import JobFailed, to_stderr
 from magicdec.tracking.files import JOB_LINE, JobLine, read_lines
 
 JOBS = "jobs.jsonl"
-STAMP = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d(?:-\d+)?_")  # before the name of a sweep, in that of its folder
+# Before the name of a sweep, in that of its folder.
+STAMP = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d(?:-\d+)?_")
 STOPPED = "stopped"  # a file: a job has failed under sweep.fail_fast
 # The environment of a job: its number and the sweep's folder.
 JOB, SWEEP_DIR = "MAGICDEC_JOB", "MAGICDEC_SWEEP_DIR"
@@ -33,11 +34,15 @@ class Job:
     overrides: tuple[str, ...] = ()
     sweep_dir: Path | None = None  # None: a single run
     number: int = 0
-    waits: bool = False  # for a run that another process is running; otherwise that is raised as Busy
+    # For a run that another process is running; otherwise that is raised as Busy.
+    waits: bool = False
 
 
-def record(sweep_dir: Path, number: int, attempt_id: str | None, overrides: Sequence[str], before: int = 0) -> None:
-    """Append the attempt that a job has made or found done, or None if it failed before. Lines of jobs do not mix.
+def record(
+    sweep_dir: Path, number: int, attempt_id: str | None, overrides: Sequence[str], before: int = 0
+) -> None:
+    """Append the attempt that a job has made or found done, or None if it failed before. Lines of
+    jobs do not mix.
 
     `before` are repeats of the attempt that do not count towards those that the sweep asks for.
     """
@@ -62,7 +67,9 @@ def is_named(sweep_dir: Path, name: str) -> bool:
 
 
 def last_line(sweep_dir: Path, number: int) -> JobLine | None:
-    """Return the last line of a job that names an attempt: a cluster may have started the job again."""
+    """Return the last line of a job that names an attempt: a cluster may have started the job
+    again.
+    """
     lines = [line for line in jobs(sweep_dir) if line["job"] == number and line["id"]]
     return lines[-1] if lines else None
 
@@ -74,7 +81,9 @@ def attempt_of(sweep_dir: Path, number: int) -> str | None:
 
 
 def stop(sweep_dir: Path, code: int) -> None:
-    """Keep the sweep's other jobs from starting, on any machine, because one has failed with this exit code."""
+    """Keep the sweep's other jobs from starting, on any machine, because one has failed with this
+    exit code.
+    """
     with suppress(OSError):  # a full disk
         sweep_dir.mkdir(parents=True, exist_ok=True)
         (sweep_dir / STOPPED).write_text(str(code))

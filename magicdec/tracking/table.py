@@ -1,4 +1,5 @@
-"""The table that a run ends with: what ran, both ways side by side, the verdict, and where the results are.
+"""The table that a run ends with: what ran, both ways side by side, the verdict, and where the
+results are.
 
 Its values are the flat metrics, under their names in result.json. Missing ones are not shown.
 """
@@ -55,11 +56,12 @@ def show(
     history: Sequence[Mapping[str, Any]] = (),
     view: RenderableType | None = None,
 ) -> None:
-    """Print the end of a run. `history` holds the points of scenario=profile. A scenario's own `view` replaces the
-    tables.
+    """Print the end of a run. `history` holds the points of scenario=profile. A scenario's own
+    `view` replaces the tables.
     """
     parts = [view, Text()] if view is not None else list(_results(config, metrics, history))
-    console.print(Group(Text(), *parts, *_whereabouts(folder, logged)), crop=False)  # crop would cut long commands
+    # Crop would cut long commands.
+    console.print(Group(Text(), *parts, *_whereabouts(folder, logged)), crop=False)
 
 
 def _results(
@@ -87,14 +89,18 @@ def _header(config: Mapping[str, Any], metrics: Metrics) -> Iterator[Text]:
     """Describe what ran."""
     batch, scenario, hardware = config["batch"], config["scenario"], config["hardware"]
     yield Text(f"{scenario['name']}: {described_models(config)}", style="bold")
-    where = described_place(config, metrics.get("device") or hardware["device"], metrics.get("engine/version"))
+    where = described_place(
+        config, metrics.get("device") or hardware["device"], metrics.get("engine/version")
+    )
     if scenario["name"] == "profile":
         yield Text(f"times over caches filled with noise, {where}")
     else:
         temperature = config["sampling"]["temperature"]
         how = f"sampled at temperature {temperature:g}" if temperature else "greedy"
         batches = f"{batch['num_batches']} batches of " if batch["num_batches"] > 1 else ""
-        size = f"{batches}{counted(int(batch['size']), 'row')} x {described_context(config, metrics)}"
+        size = (
+            f"{batches}{counted(int(batch['size']), 'row')} x {described_context(config, metrics)}"
+        )
         yield Text(f"{size}, {batch['generate_len']:,} new tokens each, {how}")
         yield Text(f"{described_data(config)}; {where}")
     if metrics.get("weights/source") == "random":
@@ -106,9 +112,13 @@ def _header(config: Mapping[str, Any], metrics: Metrics) -> Iterator[Text]:
 
 
 def described_place(config: Mapping[str, Any], device: Any, engine: str | None = None) -> str:
-    """Describe the device, the data type, and the attention or the `engine` if it is not the native one."""
+    """Describe the device, the data type, and the attention or the `engine` if it is not the native
+    one.
+    """
     hardware = config["hardware"]
-    ranks = f"{hardware['tensor_parallel']} ranks of " if hardware.get("tensor_parallel", 1) > 1 else ""
+    ranks = (
+        f"{hardware['tensor_parallel']} ranks of " if hardware.get("tensor_parallel", 1) > 1 else ""
+    )
     means = f"by {engine}" if engine else f"attention by {config['attention']}"
     return f"{hardware['dtype']} on {ranks}{device}, {means}"
 
@@ -132,15 +142,22 @@ def described_models(config: Mapping[str, Any]) -> str:
     parts = [model_label(target["name"], target.get("path"))]
     if draft["name"] == "none":
         return ", ".join([*parts, "autoregressive alone"])
-    facts = DRAFTS[draft["name"]].facts if draft["name"] in DRAFTS else DraftConfig  # of a plugin's draft
+    # Of a plugin's draft.
+    facts = DRAFTS[draft["name"]].facts if draft["name"] in DRAFTS else DraftConfig
     parts += [facts.described(facts.title, draft)]
     parts += [draft["quantization"]] if draft.get("quantization", "none") != "none" else []
-    parts += [f"gamma {draft['gamma']}"] if "gamma" in draft and config["scenario"]["name"] != "profile" else []
+    parts += (
+        [f"gamma {draft['gamma']}"]
+        if "gamma" in draft and config["scenario"]["name"] != "profile"
+        else []
+    )
     if not facts.is_model:  # and so has no cache
         return ", ".join(parts)
     parts += [f"{cache['policy']} cache"]
     if cache["policy"] not in POLICIES or POLICIES[cache["policy"]].facts.has_budget:
-        parts += [f"budget {cache.get('budget')}"] + ([f"{sinks} sinks"] if (sinks := cache.get("num_sink")) else [])
+        parts += [f"budget {cache.get('budget')}"] + (
+            [f"{sinks} sinks"] if (sinks := cache.get("num_sink")) else []
+        )
     return ", ".join(parts)
 
 
@@ -158,11 +175,17 @@ def _speeds(metrics: Metrics) -> Table:
 def categories(metrics: Metrics) -> Table | None:
     """Return a table with a line per category of prompts; None if they have none."""
     names = [key[:-5] for key in metrics if key.startswith("category/") and key.endswith("/rows")]
-    present = [key for key in BY_CATEGORY if any(metrics.get(f"{name}/{key}") is not None for name in names)]
+    present = [
+        key
+        for key in BY_CATEGORY
+        if any(metrics.get(f"{name}/{key}") is not None for name in names)
+    ]
     table = new_table("category", *(BY_CATEGORY[key] for key in present))
     for name in names:
         values = [metrics.get(f"{name}/{key}") for key in present]
-        figures = (f"{value:,}" if isinstance(value, int) else three_digits(value) for value in values)
+        figures = (
+            f"{value:,}" if isinstance(value, int) else three_digits(value) for value in values
+        )
         table.add_row(name.removeprefix("category/"), *figures)
     return table if names else None
 
@@ -182,7 +205,9 @@ def _verdict(config: Mapping[str, Any], metrics: Metrics) -> Iterator[tuple[str,
         details += _uncounted(metrics)
         yield "speedup", text.append("".join(f", {one}" for one in details))
     if (rate := _number(metrics.get("acceptance_rate"))) is not None:
-        positions = [f"{metrics[key]:.0%}" for key in metrics if key.startswith("acceptance_rate/position_")]
+        positions = [
+            f"{metrics[key]:.0%}" for key in metrics if key.startswith("acceptance_rate/position_")
+        ]
         by_position = [f"by position {' '.join(positions)}"] if len(positions) > 1 else []
         share = f"{rate:.1%}{_interval(metrics, 'acceptance_rate', '{:.1%}')} of proposals"
         yield "acceptance rate", Text(", ".join([share, *mark, *by_position]))
@@ -191,7 +216,10 @@ def _verdict(config: Mapping[str, Any], metrics: Metrics) -> Iterator[tuple[str,
         ends = _interval(metrics, "acceptance_length", "{:.2f}")
         yield "acceptance length", Text(f"{length}{ends} tokens per round, of at most {most}")
     if any(key.endswith("_ci95") for key in metrics):
-        yield "in brackets", Text("95% intervals over rows and repeats, of the speedup per batch over repeats")
+        yield (
+            "in brackets",
+            Text("95% intervals over rows and repeats, of the speedup per batch over repeats"),
+        )
     if "lossless/identical" in metrics:
         yield "lossless", losslessness(config, metrics)
 
@@ -203,7 +231,9 @@ def _interval(metrics: Metrics, key: str, form: str) -> str:
 
 
 def losslessness(config: Mapping[str, Any], metrics: Metrics) -> Text:
-    """Return the verdict of the audit with its evidence, next to that of the autoregressive output."""
+    """Return the verdict of the audit with its evidence, next to that of the autoregressive
+    output.
+    """
     passed, dtype = metrics.get("lossless/passed"), config["hardware"]["dtype"]
     is_sampled = bool(config["sampling"]["temperature"])
     verdict = ("undecided", "bold yellow")
@@ -211,25 +241,43 @@ def losslessness(config: Mapping[str, Any], metrics: Metrics) -> Text:
         verdict = ("yes", "bold green") if passed else ("NO", "bold red")
     reason = f"; {metrics['lossless/reason']}" if "lossless/reason" in metrics else ""
     if is_sampled and _number(metrics.get("lossless/z_score")) is not None:
-        z, control, outside = (metrics[f"lossless/{key}"] for key in ("z_score", "baseline_z_score", "outside_tokens"))
-        of = f"{outside} tokens that the target would not draw" if outside else "all tokens within the target's choice"
+        z, control, outside = (
+            metrics[f"lossless/{key}"] for key in ("z_score", "baseline_z_score", "outside_tokens")
+        )
+        of = (
+            f"{outside} tokens that the target would not draw"
+            if outside
+            else "all tokens within the target's choice"
+        )
         scores = f", sampled from the target: z {z:+.1f} (autoregressive {control:+.1f}), {of}"
         return Text.assemble(verdict, scores, reason)
     if metrics["lossless/identical"] is None:
         return Text("n/a (sampling)" if is_sampled else "n/a (synthetic)")
-    gap, control = (three_digits(metrics.get(f"lossless/{name}max_logit_gap")) for name in ("", "baseline_"))
+    gap, control = (
+        three_digits(metrics.get(f"lossless/{name}max_logit_gap")) for name in ("", "baseline_")
+    )
     if metrics["lossless/identical"]:
-        return Text.assemble(verdict, ", identical to autoregressive", f"; max logit gap {gap}" if gap else "", reason)
+        return Text.assemble(
+            verdict,
+            ", identical to autoregressive",
+            f"; max logit gap {gap}" if gap else "",
+            reason,
+        )
     gaps = f"; max logit gap {gap} (autoregressive {control})" if gap else ""
     if passed:
-        return Text.assemble(verdict, f", identical but for {metrics['lossless/excused_rows']} rows in a tie{gaps}")
+        return Text.assemble(
+            verdict, f", identical but for {metrics['lossless/excused_rows']} rows in a tie{gaps}"
+        )
     return Text.assemble(verdict, f", not identical to autoregressive in {dtype}{gaps}", reason)
 
 
 def _uncounted(metrics: Metrics) -> list[str]:
     """Return how many repeats do not count, and why."""
     lines = []
-    for key, why in (("repeats_disturbed", "disturbed by other programs"), ("repeats_left_out", "with other tokens")):
+    for key, why in (
+        ("repeats_disturbed", "disturbed by other programs"),
+        ("repeats_left_out", "with other tokens"),
+    ):
         if number := _number(metrics.get(key)):
             lines.append(f"{number:.0f} more {why} not counted")
     return lines
@@ -237,22 +285,44 @@ def _uncounted(metrics: Metrics) -> list[str]:
 
 def _steps(metrics: Metrics) -> Iterator[tuple[str, Text]]:
     """Describe the times of the parts, and the speedups that follow from them."""
-    names = {"target_decode": "target T_T", "draft": "draft T_D", "verify": "verify T_V", "round": "round"}
-    parts = [f"{sign} {ms}" for name, sign in names.items() if (ms := three_digits(metrics.get(f"time/{name}_ms")))]
+    names = {
+        "target_decode": "target T_T",
+        "draft": "draft T_D",
+        "verify": "verify T_V",
+        "round": "round",
+    }
+    parts = [
+        f"{sign} {ms}"
+        for name, sign in names.items()
+        if (ms := three_digits(metrics.get(f"time/{name}_ms")))
+    ]
     if parts:
         yield "step times, ms", Text(", ".join(parts))
     if is_impossible(metrics):
         why = "impossible, the parts of the round took longer than the whole: measure it again"
-        yield "overhead, ms", Text(f"{three_digits(metrics.get('time/overhead_ms'))}: {why}", style="yellow")
-    for name, source in (("formula", "from step times and acceptance"), ("predicted", "by the cost model")):
+        yield (
+            "overhead, ms",
+            Text(f"{three_digits(metrics.get('time/overhead_ms'))}: {why}", style="yellow"),
+        )
+    for name, source in (
+        ("formula", "from step times and acceptance"),
+        ("predicted", "by the cost model"),
+    ):
         if speedup := _number(metrics.get(f"{name}/speedup")):
             error = _number(metrics.get(f"{name}/speedup_error"))
             off = f", {error:+.0%} off" if error is not None else ""
             wall = _number(metrics.get(f"{name}/speedup_wall"))
-            errors = {sign: _number(metrics.get(f"{name}/{step}_error")) for step, sign in STEPS.items()}
-            steps = ", ".join(f"{sign} {error:+.0%}" for sign, error in errors.items() if error is not None)
+            errors = {
+                sign: _number(metrics.get(f"{name}/{step}_error")) for step, sign in STEPS.items()
+            }
+            steps = ", ".join(
+                f"{sign} {error:+.0%}" for sign, error in errors.items() if error is not None
+            )
             both = both_speedups(speedup, wall)
-            yield f"{name} speedup", Text(f"{both}, {source}{off}{steps and f'; steps off: {steps}'}")
+            yield (
+                f"{name} speedup",
+                Text(f"{both}, {source}{off}{steps and f'; steps off: {steps}'}"),
+            )
 
 
 def _memory(metrics: Metrics) -> Iterator[tuple[str, Text]]:
@@ -274,7 +344,9 @@ def _grid(history: Sequence[Mapping[str, Any]]) -> Table:
     table = new_table(*(columns[key] for key in present), num_words=0)
     for point in history:
         values = [point.get(key) for key in present]
-        table.add_row(*(f"{value:,}" if isinstance(value, int) else three_digits(value) for value in values))
+        table.add_row(
+            *(f"{value:,}" if isinstance(value, int) else three_digits(value) for value in values)
+        )
     return table
 
 

@@ -1,7 +1,8 @@
-"""The tracker for TensorBoard: event files in each run's folder. The only module that imports tensorboard.
+"""The tracker for TensorBoard: event files in each run's folder. The only module that imports
+tensorboard.
 
-Rounds, levels of load and samples of the machine are time series, generated text is under Text, and the settings and
-metrics of all runs are one table under HParams.
+Rounds, levels of load and samples of the machine are time series, generated text is under Text, and
+the settings and metrics of all runs are one table under HParams.
 """
 
 import importlib.util
@@ -26,7 +27,9 @@ NOT_METRICS = ("attempt", "pid")
 def check(config: Settings) -> None:
     """Raise UserError if TensorBoard is not installed."""
     if importlib.util.find_spec("tensorboard") is None:
-        raise UserError("tracker=tensorboard: tensorboard is not installed; pip install 'magicdec[tensorboard]'")
+        raise UserError(
+            "tracker=tensorboard: tensorboard is not installed; pip install 'magicdec[tensorboard]'"
+        )
 
 
 def settings(config: Settings, sweep: str | None) -> dict[str, Any]:
@@ -40,14 +43,18 @@ def in_sweep() -> bool:
 
 
 def follow(run: FinishedRun) -> Callable[[Mapping[str, Any]], None]:
-    """Return a function that writes a line into an event file, which TensorBoard reads with the one of the end."""
+    """Return a function that writes a line into an event file, which TensorBoard reads with the one
+    of the end.
+    """
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
     writer = EventFileWriter(str(_folder(run)), filename_suffix=".live")
 
     def show(line: Mapping[str, Any]) -> None:
-        writer.add_event(Event(wall_time=time(), step=round(line["live/seconds"]), summary=_scalars(line)))
+        writer.add_event(
+            Event(wall_time=time(), step=round(line["live/seconds"]), summary=_scalars(line))
+        )
         writer.flush()
 
     return show
@@ -110,4 +117,6 @@ def _scalars(values: Mapping[str, Any]) -> Any:
     from tensorboard.compat.proto.summary_pb2 import Summary
 
     numbers = {key: float(value) for key, value in values.items() if is_number(value)}
-    return Summary(value=[Summary.Value(tag=key, simple_value=value) for key, value in numbers.items()])
+    return Summary(
+        value=[Summary.Value(tag=key, simple_value=value) for key, value in numbers.items()]
+    )

@@ -24,7 +24,8 @@ log = logging.getLogger(__name__)
 
 Line = Mapping[str, Any]
 Settings = Mapping[str, Any]  # a run's configuration, as config.yaml holds it
-STEP_KEYS = ("round", "live/seconds", *LOADS, "system/seconds")  # the x axis of a row of numbers that has one of these
+# The x axis of a row of numbers that has one of these.
+STEP_KEYS = ("round", "live/seconds", *LOADS, "system/seconds")
 TRACKERS = {"wandb": "magicdec.tracking.wandb", "tensorboard": "magicdec.tracking.tensorboard"}
 
 
@@ -53,7 +54,9 @@ class FinishedRun:
         return " ".join([*parts, f"{batch['size']}x{context_len:.0f}"])
 
     def rows(self, name: str) -> list[dict[str, Any]]:
-        """Return the rows of history.jsonl, samples.jsonl or system.jsonl, by the name without its ending."""
+        """Return the rows of history.jsonl, samples.jsonl or system.jsonl, by the name without its
+        ending.
+        """
         return read_lines(self.folder / f"{name}.jsonl", ROW)
 
 
@@ -79,19 +82,27 @@ class Tracker(Protocol):
         """Raise UserError, before the work starts, if this tracker cannot be used."""
 
     def settings(self, config: Settings, sweep: str | None) -> dict[str, Any]:
-        """Return what config.yaml holds: `config` and what the tracker adds to it. `sweep` names the run's sweep."""
+        """Return what config.yaml holds: `config` and what the tracker adds to it. `sweep` names
+        the run's sweep.
+        """
 
     def in_sweep(self) -> bool:
         """Return True if a sweep of the tracker has started this process."""
 
     def follow(self, run: FinishedRun) -> Callable[[Line], None] | None:
-        """Return a function that shows a line of a run that has begun; None if only finished runs are logged."""
+        """Return a function that shows a line of a run that has begun; None if only finished runs
+        are logged.
+        """
 
     def log_run(self, run: FinishedRun) -> Logged | None:
-        """Log a run. Never raise: a failure is the warning of the result. Return None if logging is switched off."""
+        """Log a run. Never raise: a failure is the warning of the result. Return None if logging is
+        switched off.
+        """
 
     def log_sweep(self, folder: Path, config: Settings, files: Iterable[Path]) -> Logged | None:
-        """Log the report of a sweep, by its folder, the configuration of one of its runs, and files. Never raise."""
+        """Log the report of a sweep, by its folder, the configuration of one of its runs, and
+        files. Never raise.
+        """
 
 
 def chosen(config: Settings) -> Iterator[Tracker]:
@@ -99,15 +110,19 @@ def chosen(config: Settings) -> Iterator[Tracker]:
     names = config.get("tracker", "wandb")  # runs of earlier versions have no such key
     for name in [names] if isinstance(names, str) else names or ():
         if name not in TRACKERS:
-            raise UserError(f"tracker={name}: must be one of {', '.join(TRACKERS)}{did_you_mean(name, TRACKERS)}")
+            raise UserError(
+                f"tracker={name}: must be one of"
+                f" {', '.join(TRACKERS)}{did_you_mean(name, TRACKERS)}"
+            )
         yield cast(Tracker, import_module(TRACKERS[name]))
 
 
 class Live:
-    """Live results of a run: a point every few rounds, and each repeat as it ends. Call it with each line.
+    """Live results of a run: a point every few rounds, and each repeat as it ends. Call it with
+    each line.
 
-    Each is a line of live.jsonl in the run's folder, and goes to the trackers that can show it at once. None of this
-    may fail a run: a tracker that raises gets no more of these lines.
+    Each is a line of live.jsonl in the run's folder, and goes to the trackers that can show it at
+    once. None of this may fail a run: a tracker that raises gets no more of these lines.
     """
 
     def __init__(self, folder: Path, config: Settings, result: Mapping[str, Any]):
@@ -135,17 +150,23 @@ class Live:
                 self._followers.remove(follower)
 
     def _opened(self) -> Iterator[Callable[[Line], None]]:
-        """Ask each tracker once, at the first line: a scenario sends one before it measures anything."""
+        """Ask each tracker once, at the first line: a scenario sends one before it measures
+        anything.
+        """
         for tracker in chosen(self._run.config):
             try:
                 if follower := tracker.follow(self._run):
                     yield follower
             except Exception as error:
-                log.warning("%s does not show the run before its end: %s", tracker.NAME, in_one_line(error))
+                log.warning(
+                    "%s does not show the run before its end: %s", tracker.NAME, in_one_line(error)
+                )
 
 
 def is_logged(result: Mapping[str, Any]) -> bool:
-    """Return True for a run that has ended, unless it was mistyped or stopped, which says nothing of it."""
+    """Return True for a run that has ended, unless it was mistyped or stopped, which says nothing
+    of it.
+    """
     return result["status"] != "running" and result.get("kind") not in ("invalid", "interrupted")
 
 

@@ -27,15 +27,21 @@ LIVE_KEYS = ("live/seconds", "live/*", "repeat", "repeat/*")
 _opened: dict[Path, Any] = {}  # the runs that are shown while they run, by folder
 COMPLAINT = re.compile(r"^wandb: (?:WARNING|ERROR) (.*)", re.MULTILINE)
 # The server's answers to an unknown key, and to a team that does not exist or is not the user's.
-REFUSED = re.compile(r"^(?:Comm|Authentication)Error: .*(?:logged in|api.?key|permission|not found)", re.IGNORECASE)
+REFUSED = re.compile(
+    r"^(?:Comm|Authentication)Error: .*(?:logged in|api.?key|permission|not found)", re.IGNORECASE
+)
 # Any other answer to a login, as the client puts it.
-UNANSWERED = re.compile(r"^AuthenticationError: Failed to (?:authenticate|verify credentials) with ")
+UNANSWERED = re.compile(
+    r"^AuthenticationError: Failed to (?:authenticate|verify credentials) with "
+)
 
 
 def check(config: Settings) -> None:
     """Raise UserError for mode=online without a valid login."""
     if config["wandb"]["mode"] == "online" and (trouble := _login_trouble()):
-        raise UserError(f"wandb.mode=online: {trouble}, or set wandb.mode=offline and send the run later")
+        raise UserError(
+            f"wandb.mode=online: {trouble}, or set wandb.mode=offline and send the run later"
+        )
 
 
 def settings(config: Settings, sweep: str | None) -> dict[str, Any]:
@@ -72,7 +78,9 @@ def log_run(run: FinishedRun) -> Logged | None:
     _stop_service()
     offline = {**run.config, "wandb": run.config["wandb"] | {"mode": "offline"}}
     kept = send(replace(run, config=offline)) or logged
-    return replace(kept, warning="; nor offline: ".join(filter(None, [logged.warning, kept.warning])))
+    return replace(
+        kept, warning="; nor offline: ".join(filter(None, [logged.warning, kept.warning]))
+    )
 
 
 def send(run: FinishedRun) -> Logged | None:
@@ -85,13 +93,15 @@ def send(run: FinishedRun) -> Logged | None:
             logged = _send(run)
     except Exception as error:
         return Logged(NAME, warning=_warning(in_one_line(error)))
-    complaint = COMPLAINT.search(said.getvalue())  # an upload that wandb gives up is a line on stderr, not an exception
+    # An upload that wandb gives up is a line on stderr, not an exception.
+    complaint = COMPLAINT.search(said.getvalue())
     return replace(logged, warning=_warning(complaint[1])) if complaint else logged
 
 
 def log_sweep(folder: Path, config: Settings, files: Iterable[Path]) -> Logged | None:
-    """Log the files of a sweep that has ended as an artifact of a run of its own, in the group of its runs, and its
-    figures as media. `config` is that of one of them. What cannot be sent is kept in the sweep's folder.
+    """Log the files of a sweep that has ended as an artifact of a run of its own, in the group of
+    its runs, and its figures as media. `config` is that of one of them. What cannot be sent is kept
+    in the sweep's folder.
     """
     own = config["wandb"]
     if own["mode"] == "disabled" or in_sweep():
@@ -100,7 +110,9 @@ def log_sweep(folder: Path, config: Settings, files: Iterable[Path]) -> Logged |
     if logged.warning is None or own["mode"] != "online":
         return logged
     _stop_service()
-    return replace(_reported(folder, {**own, "mode": "offline"}, list(files)), warning=logged.warning)
+    return replace(
+        _reported(folder, {**own, "mode": "offline"}, list(files)), warning=logged.warning
+    )
 
 
 def _reported(folder: Path, own: Mapping[str, Any], files: list[Path]) -> Logged:
@@ -109,9 +121,12 @@ def _reported(folder: Path, own: Mapping[str, Any], files: list[Path]) -> Logged
         import wandb
 
         with contextlib.redirect_stderr(io.StringIO()), _tables_stay_in(folder):
-            opened = _begin(own, folder, id=name[:MAX_ID_LENGTH], name=folder.name, job_type="sweep")
+            opened = _begin(
+                own, folder, id=name[:MAX_ID_LENGTH], name=folder.name, job_type="sweep"
+            )
             _log_files(opened, name, "sweep", files)
-            figures = [path for path in files if path.suffix == ".png"]  # a workspace shows them by their names
+            # A workspace shows them by their names.
+            figures = [path for path in files if path.suffix == ".png"]
             if figures:
                 opened.log({f"figures/{path.stem}": wandb.Image(str(path)) for path in figures})
             return _finished(opened, own["mode"])
@@ -120,7 +135,9 @@ def _reported(folder: Path, own: Mapping[str, Any], files: list[Path]) -> Logged
 
 
 def connect() -> Any:
-    """Return W&B's API, to look up runs. Raise UserError if it does not answer, or refuses this user."""
+    """Return W&B's API, to look up runs. Raise UserError if it does not answer, or refuses this
+    user.
+    """
     if trouble := _login_trouble():
         raise UserError(trouble)
     import wandb
@@ -133,12 +150,17 @@ def connect() -> Any:
 
 
 def url_of(api: Any, run: FinishedRun) -> str | None:
-    """Return the address of a run that W&B has completely, else None: sending a run twice would duplicate its rows."""
+    """Return the address of a run that W&B has completely, else None: sending a run twice would
+    duplicate its rows.
+    """
     own = run.config["wandb"]
     path = "/".join(filter(None, [own["entity"], own["project"], _id(run)]))
     with contextlib.suppress(Exception):  # also raised for an unknown run
         there = api.run(path)
-        if there.state in ("finished", "failed") and there.summary.get("finished") == run.result["finished"]:
+        if (
+            there.state in ("finished", "failed")
+            and there.summary.get("finished") == run.result["finished"]
+        ):
             return there.url
     return None
 
@@ -160,18 +182,21 @@ def make_chart(entity: str, name: str, spec: Mapping[str, Any]) -> str | None:
 
 
 def _given_id() -> str | None:
-    """Return the id under which `wandb agent` waits for this run, if it has started this process."""
+    """Return the id under which `wandb agent` waits for this run, if it has started this
+    process.
+    """
     return os.environ.get("WANDB_RUN_ID") if os.environ.get("WANDB_SWEEP_ID") else None
 
 
 def _login_trouble() -> str | None:
-    """Return why a login fails and the remedy, or None. A server that does not answer in time is no failure: it may
-    answer when the run is sent.
+    """Return why a login fails and the remedy, or None. A server that does not answer in time is no
+    failure: it may answer when the run is sent.
     """
     try:
         import wandb
 
-        with contextlib.redirect_stderr(io.StringIO()):  # wandb announces where it looks for credentials
+        # Wandb announces where it looks for credentials.
+        with contextlib.redirect_stderr(io.StringIO()):
             if wandb.login(prompt=False):  # asks the server, for ten seconds at most
                 return None
         return "no credentials for Weights & Biases found; run `wandb login`"
@@ -179,13 +204,23 @@ def _login_trouble() -> str | None:
         return "the package wandb is missing: pip install wandb"
     except Exception as error:
         line = in_one_line(error)
-        return None if UNANSWERED.match(line) and not REFUSED.match(line) else f"{line}; run `wandb login --relogin`"
+        return (
+            None
+            if UNANSWERED.match(line) and not REFUSED.match(line)
+            else f"{line}; run `wandb login --relogin`"
+        )
 
 
 def _open(run: FinishedRun) -> Any:
     """Open a run at W&B. One of the same id that is there already is replaced, points and all."""
     named = {"id": _id(run), "name": run.name, "job_type": run.config["scenario"]["name"]}
-    return _begin(run.config["wandb"], run.folder, tags=_tags(run.config, run.result), config=dict(run.config), **named)
+    return _begin(
+        run.config["wandb"],
+        run.folder,
+        tags=_tags(run.config, run.result),
+        config=dict(run.config),
+        **named,
+    )
 
 
 def _begin(own: Mapping[str, Any], folder: Path, **named: Any) -> Any:
@@ -240,7 +275,11 @@ def _finished(opened: Any, mode: str, exit_code: int | None = None) -> Logged:
 def _ends(result: Mapping[str, Any]) -> dict[str, float]:
     """Return the ends of every interval as numbers, which W&B's charts can draw."""
     intervals = {key: value for key, value in result.items() if key.endswith(INTERVAL) and value}
-    return {f"{key}{end}": value for key, pair in intervals.items() for end, value in zip(ENDS, pair, strict=True)}
+    return {
+        f"{key}{end}": value
+        for key, pair in intervals.items()
+        for end, value in zip(ENDS, pair, strict=True)
+    }
 
 
 def _id(run: FinishedRun) -> str:
@@ -248,7 +287,9 @@ def _id(run: FinishedRun) -> str:
 
 
 def _stop_service() -> None:
-    """Stop W&B's service process, which would refuse the id that it has failed to start. It may be dead already."""
+    """Stop W&B's service process, which would refuse the id that it has failed to start. It may be
+    dead already.
+    """
     with contextlib.suppress(Exception, SystemExit):
         import wandb
 
@@ -256,14 +297,18 @@ def _stop_service() -> None:
 
 
 def _log_history(opened: Any, history: list[dict]) -> None:
-    """Log a row per round, level of load or moment. Keep the last one out of the summary, which is about the run."""
+    """Log a row per round, level of load or moment. Keep the last one out of the summary, which is
+    about the run.
+    """
     _define(opened, {key: None for row in history for key in row})
     for row in history:
         opened.log(row)
 
 
 def _define(opened: Any, keys: Iterable[str]) -> None:
-    """Keep the last value of these out of the summary, and draw them along the step key among them."""
+    """Keep the last value of these out of the summary, and draw them along the step key among
+    them.
+    """
     keys = list(keys)
     along = next((key for key in STEP_KEYS if key in keys), None)
     if along:
@@ -282,12 +327,22 @@ def _log_tables(opened: Any, result: Mapping[str, Any], samples: list[dict]) -> 
         rows = [[_plain(row.get(column)) for column in columns] for row in samples]
         opened.log({"generations": wandb.Table(columns=columns, data=rows)})
     prefix = "acceptance_rate/position_"
-    positions = {int(key.removeprefix(prefix)): rate for key, rate in result.items() if key.startswith(prefix)}
+    positions = {
+        int(key.removeprefix(prefix)): rate
+        for key, rate in result.items()
+        if key.startswith(prefix)
+    }
     if positions:
         data = [[str(position), rate] for position, rate in sorted(positions.items())]
         table = wandb.Table(columns=["position", "acceptance_rate"], data=data)
         title = "Acceptance by position"
-        opened.log({"acceptance_by_position": wandb.plot.bar(table, "position", "acceptance_rate", title=title)})
+        opened.log(
+            {
+                "acceptance_by_position": wandb.plot.bar(
+                    table, "position", "acceptance_rate", title=title
+                )
+            }
+        )
 
 
 def _log_files(opened: Any, name: str, kind: str, paths: Iterable[Path]) -> None:
@@ -297,7 +352,8 @@ def _log_files(opened: Any, name: str, kind: str, paths: Iterable[Path]) -> None
     artifact = wandb.Artifact(name, type=kind)
     for path in paths:
         if path.is_file():
-            artifact.add_file(str(path))  # a copy: repeats may be added before an offline run is sent
+            # A copy: repeats may be added before an offline run is sent.
+            artifact.add_file(str(path))
     opened.log_artifact(artifact)
 
 
@@ -321,7 +377,9 @@ def _tags(config: Settings, result: Mapping[str, Any]) -> list[str]:
 
 @contextlib.contextmanager
 def _tables_stay_in(folder: Path) -> Iterator[None]:
-    """Stage tables in the run's folder: an offline run needs them when it is sent, and home may be cleaned by then."""
+    """Stage tables in the run's folder: an offline run needs them when it is sent, and home may be
+    cleaned by then.
+    """
     name, before = "WANDB_DATA_DIR", os.environ.get("WANDB_DATA_DIR")
     os.environ[name] = str(folder.absolute() / "wandb")
     try:
@@ -335,5 +393,9 @@ def _tables_stay_in(folder: Path) -> Iterator[None]:
 
 def _warning(said: str) -> str:
     """Return the warning for an error, with a remedy if one is known."""
-    hint = "; `wandb login --relogin` changes the key, wandb.entity the team" if REFUSED.search(said) else ""
+    hint = (
+        "; `wandb login --relogin` changes the key, wandb.entity the team"
+        if REFUSED.search(said)
+        else ""
+    )
     return f"W&B failed, {said}{hint}"

@@ -1,7 +1,7 @@
 """Decide which proposals are accepted, and choose the target's own token that ends the round.
 
-B rows, G = gamma proposals, T = G + 1 target distributions (the last one follows the last proposal), V vocabulary.
-Pure functions on tensors, without models and caches.
+B rows, G = gamma proposals, T = G + 1 target distributions (the last one follows the last
+proposal), V vocabulary. Pure functions on tensors, without models and caches.
 """
 
 from typing import NamedTuple
@@ -9,11 +9,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from magicdec.verification.sampling import RowSampling, Sampling, Use, draw, probabilities, uniform_BT
+from magicdec.verification.sampling import (
+    RowSampling,
+    Sampling,
+    Use,
+    draw,
+    probabilities,
+    uniform_BT,
+)
 
 
 class Verdict(NamedTuple):
-    """`num_accepted_B` proposals hold; `tokens_BT` starts with them, then the bonus token (the rest is unused)."""
+    """`num_accepted_B` proposals hold; `tokens_BT` starts with them, then the bonus token (the rest
+    is unused).
+    """
 
     num_accepted_B: Tensor
     tokens_BT: Tensor
@@ -23,7 +32,9 @@ def accept_greedy(proposed_BG: Tensor, logits_BTV: Tensor) -> Verdict:
     """Accept proposals as long as each is the target's argmax. Lossless for greedy decoding."""
     best_BT = logits_BTV.argmax(-1)
     num_accepted_B = _leading(proposed_BG == best_BT[:, :-1])
-    return Verdict(num_accepted_B, _with_bonus(proposed_BG, num_accepted_B, _at(best_BT, num_accepted_B)))
+    return Verdict(
+        num_accepted_B, _with_bonus(proposed_BG, num_accepted_B, _at(best_BT, num_accepted_B))
+    )
 
 
 def accept_sampled(
@@ -35,11 +46,12 @@ def accept_sampled(
     accept: Use = Use.ACCEPT,
     decide: Use = Use.DECIDE,
 ) -> Verdict:
-    """Accept by rejection sampling (Leviathan et al. 2023; Chen et al. 2023), which keeps the target's distribution.
+    """Accept by rejection sampling (Leviathan et al. 2023; Chen et al. 2023), which keeps the
+    target's distribution.
 
-    `q_BGV` is what the proposals were drawn from, after temperature and truncation; None means one-hot,
-    a draft that does not sample. `positions_BT` are the positions in the sequence that the T tokens would take;
-    `accept` and `decide` name the random numbers.
+    `q_BGV` is what the proposals were drawn from, after temperature and truncation; None means
+    one-hot, a draft that does not sample. `positions_BT` are the positions in the sequence that the
+    T tokens would take; `accept` and `decide` name the random numbers.
     """
     p_BTV = probabilities(logits_BTV, sampling)
     if q_BGV is None:
@@ -57,15 +69,22 @@ def accept_sampled(
 
 
 def accept_synthetic(
-    proposed_BG: Tensor, logits_BTV: Tensor, positions_BT: Tensor, alpha: float, sampling: Sampling | RowSampling
+    proposed_BG: Tensor,
+    logits_BTV: Tensor,
+    positions_BT: Tensor,
+    alpha: float,
+    sampling: Sampling | RowSampling,
 ) -> Verdict:
-    """Draw the outcome instead: each proposal holds with probability `alpha`, given that all before it did.
+    """Draw the outcome instead: each proposal holds with probability `alpha`, given that all before
+    it did.
 
     For timing without a trained draft; the bonus is the target's argmax.
     """
     num_accepted_B = _leading(uniform_BT(sampling, positions_BT, Use.ACCEPT)[:, :-1] < alpha)
     best_BT = logits_BTV.argmax(-1)
-    return Verdict(num_accepted_B, _with_bonus(proposed_BG, num_accepted_B, _at(best_BT, num_accepted_B)))
+    return Verdict(
+        num_accepted_B, _with_bonus(proposed_BG, num_accepted_B, _at(best_BT, num_accepted_B))
+    )
 
 
 def _leading(holds_BG: Tensor) -> Tensor:

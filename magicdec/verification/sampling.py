@@ -1,7 +1,8 @@
 """From logits to tokens: greedy, or temperature, top-k and top-p with counter-based random numbers.
 
-B rows, T tokens, V vocabulary. A random number is a pure function of (seed, sequence, position, use): a sequence is
-counted through the whole run, so that its sample depends neither on its batch nor on the order of computation.
+B rows, T tokens, V vocabulary. A random number is a pure function of (seed, sequence, position,
+use): a sequence is counted through the whole run, so that its sample depends neither on its batch
+nor on the order of computation.
 """
 
 from collections.abc import Iterator
@@ -37,7 +38,9 @@ class Use(IntEnum):
 
 @dataclass(frozen=True)
 class Sampling(SamplingConfig):
-    """The group `sampling`, for one batch: `sequence` is the index in the run of row 0's sequence. Rows count up."""
+    """The group `sampling`, for one batch: `sequence` is the index in the run of row 0's sequence.
+    Rows count up.
+    """
 
     sequence: int = 0
 
@@ -48,15 +51,18 @@ class Sampling(SamplingConfig):
 
     @property
     def key(self) -> int:
-        """Name the random numbers of row 0's sequence: a whole number of 64 bits. Other rows count up from it."""
+        """Name the random numbers of row 0's sequence: a whole number of 64 bits. Other rows count
+        up from it.
+        """
         return _signed(self.seed * GOLDEN + self.sequence)
 
 
 class RowSampling:
     """Settings of each row, in tensors that stay where they are when a row changes hands.
 
-    `greedy` is the caller's word that all rows are, which saves sorting the vocabulary; otherwise a greedy row draws
-    from its likeliest token alone. A row draws what row 0 of a batch draws with the same `Sampling`, in any slot.
+    `greedy` is the caller's word that all rows are, which saves sorting the vocabulary; otherwise a
+    greedy row draws from its likeliest token alone. A row draws what row 0 of a batch draws with
+    the same `Sampling`, in any slot.
     """
 
     def __init__(self, num_rows: int, device: torch.device | str):
@@ -79,10 +85,12 @@ class RowSampling:
 
 
 def probabilities(logits: Tensor, sampling: Sampling | RowSampling) -> Tensor:
-    """Return the distribution (..., V) in fp32 that sampling draws from: temperature, then top-k, then top-p.
+    """Return the distribution (..., V) in fp32 that sampling draws from: temperature, then top-k,
+    then top-p.
 
-    Top-k keeps every token that is as likely as the k-th. For top-p, tokens are ordered by probability, equal ones by
-    their number; a token stays while the mass before it is below top_p: the smallest set that reaches it.
+    Top-k keeps every token that is as likely as the k-th. For top-p, tokens are ordered by
+    probability, equal ones by their number; a token stays while the mass before it is below top_p:
+    the smallest set that reaches it.
     """
     top_k, top_p = sampling.top_k, sampling.top_p
     if logits.is_cuda and not (top_k is None and top_p is None) and (kernels := _kernels()):
@@ -100,20 +108,24 @@ def probabilities(logits: Tensor, sampling: Sampling | RowSampling) -> Tensor:
 
 
 def _top_k(logits: Tensor, top_k: int | Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return the k-th largest logit of each row (..., 1), and which tokens (..., k) come first if k is the same for all
-    rows. A k beyond the vocabulary keeps everything.
+    """Return the k-th largest logit of each row (..., 1), and which tokens (..., k) come first if k
+    is the same for all rows. A k beyond the vocabulary keeps everything.
     """
     V = logits.shape[-1]
     if isinstance(top_k, int):
         ordered, likeliest = logits.topk(min(top_k, V))
         return ordered[..., -1:], likeliest
     count = int(top_k.masked_fill(top_k >= V, 1).max()) if _host_may_look(logits) else V
-    least = logits.topk(count).values.gather(-1, (top_k.clamp(max=count) - 1).expand(*logits.shape[:-1], 1))
+    least = logits.topk(count).values.gather(
+        -1, (top_k.clamp(max=count) - 1).expand(*logits.shape[:-1], 1)
+    )
     return least.masked_fill(top_k >= V, float("-inf")), None
 
 
 def _nucleus(p: Tensor, top_p: float | Tensor, likeliest: Tensor | None) -> Tensor:
-    """Return which tokens (..., V) top-p keeps. No others are likelier than those that `likeliest` names."""
+    """Return which tokens (..., V) top-p keeps. No others are likelier than those that `likeliest`
+    names.
+    """
     for ordered in _likeliest_first(p, likeliest):
         cdf = ordered.cumsum(-1)
         if ordered.shape == p.shape or ((cdf[..., -1:] >= top_p) | (top_p >= 1)).all():
@@ -126,12 +138,16 @@ def _nucleus(p: Tensor, top_p: float | Tensor, likeliest: Tensor | None) -> Tens
 
 
 def _host_may_look(values: Tensor) -> bool:
-    """Return whether the host may read values: a GPU must not wait for it, and a fake tensor has none."""
+    """Return whether the host may read values: a GPU must not wait for it, and a fake tensor has
+    none.
+    """
     return values.device.type == "cpu"
 
 
 def _likeliest_first(p: Tensor, likeliest: Tensor | None) -> Iterator[Tensor]:
-    """Yield the largest probabilities of each row, sorted. Yield more and more where the host may check them."""
+    """Yield the largest probabilities of each row, sorted. Yield more and more where the host may
+    check them.
+    """
     if _host_may_look(p):
         if likeliest is not None:
             yield p.gather(-1, likeliest)
@@ -156,14 +172,17 @@ def uniform_BT(sampling: Sampling | RowSampling, positions_BT: Tensor, use: Use)
     if positions_BT.is_cuda and (kernels := _kernels()):
         return kernels.uniform(key, positions_BT, int(use))
     key_B1 = (
-        key if isinstance(key, Tensor) else key + torch.arange(len(positions_BT), device=positions_BT.device)[:, None]
+        key
+        if isinstance(key, Tensor)
+        else key + torch.arange(len(positions_BT), device=positions_BT.device)[:, None]
     )
     bits_BT = _mix(_mix(_mix(key_B1) + positions_BT * 8 + int(use)))
     return (bits_BT >> 11 & (1 << 53) - 1).double() * 2.0**-53
 
 
 def draw(p: Tensor, u: Tensor) -> Tensor:
-    """Return the token (...) at which the cumulative distribution of p (..., V) first exceeds u (...) in [0, 1).
+    """Return the token (...) at which the cumulative distribution of p (..., V) first exceeds u
+    (...) in [0, 1).
 
     A large vocabulary is read once: first a block of tokens is drawn, then a token of the block.
     """
@@ -171,7 +190,10 @@ def draw(p: Tensor, u: Tensor) -> Tensor:
     if V <= ONCE:
         return _draw(p, u)[0]
     whole = V // BLOCK * BLOCK
-    sums = torch.cat((p[..., :whole].unflatten(-1, (-1, BLOCK)).sum(-1), p[..., whole:].sum(-1, keepdim=True)), dim=-1)
+    sums = torch.cat(
+        (p[..., :whole].unflatten(-1, (-1, BLOCK)).sum(-1), p[..., whole:].sum(-1, keepdim=True)),
+        dim=-1,
+    )
     block, u = _draw(sums, u)
     tokens = block[..., None] * BLOCK + torch.arange(BLOCK, device=p.device)
     p = p.gather(-1, tokens.clamp(max=V - 1)).masked_fill(tokens >= V, 0.0)
@@ -179,8 +201,8 @@ def draw(p: Tensor, u: Tensor) -> Tensor:
 
 
 def _draw(weights: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Return where the cumulative sum of weights (..., N) first exceeds u of the total, and how far u is into that
-    weight, in [0, 1). Sums are in fp64.
+    """Return where the cumulative sum of weights (..., N) first exceeds u of the total, and how far
+    u is into that weight, in [0, 1). Sums are in fp64.
     """
     cdf = weights.double().cumsum(-1)
     threshold = u[..., None] * cdf[..., -1:]
@@ -192,7 +214,9 @@ def _draw(weights: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
 def choose(
     logits_BTV: Tensor, positions_BT: Tensor, use: Use, sampling: Sampling | RowSampling
 ) -> tuple[Tensor, Tensor | None]:
-    """Return tokens (B, T) for the given positions, and the distribution (B, T, V) they are drawn from, if any."""
+    """Return tokens (B, T) for the given positions, and the distribution (B, T, V) they are drawn
+    from, if any.
+    """
     if sampling.greedy:
         return logits_BTV.argmax(-1), None
     p_BTV = probabilities(logits_BTV, sampling)
@@ -206,7 +230,9 @@ def _signed(value: int) -> int:
 
 
 def _mix(x: Tensor) -> Tensor:
-    """Return the finaliser of SplitMix64 (Steele et al. 2014) on int64, whose products wrap around."""
+    """Return the finaliser of SplitMix64 (Steele et al. 2014) on int64, whose products wrap
+    around.
+    """
     x = (x ^ (x >> 30 & (1 << 34) - 1)) * _signed(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> 27 & (1 << 37) - 1)) * _signed(0x94D049BB133111EB)
     return x ^ (x >> 31 & (1 << 33) - 1)

@@ -1,4 +1,6 @@
-"""Addresses that the attention kernels read and write, in Triton's interpreter; test_interpreted.py runs this file."""
+"""Addresses that the attention kernels read and write, in Triton's interpreter; test_interpreted.py
+runs this file.
+"""
 
 import numpy as np
 import pytest
@@ -16,7 +18,11 @@ def used(monkeypatch):
     load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
 
     def note(pointers, mask):
-        addresses.append(pointers.data[np.broadcast_to(mask.data, pointers.data.shape).astype(bool)].astype(np.uint64))
+        addresses.append(
+            pointers.data[np.broadcast_to(mask.data, pointers.data.shape).astype(bool)].astype(
+                np.uint64
+            )
+        )
 
     def loaded(self, pointers, mask, *rest):
         note(pointers, mask)
@@ -60,9 +66,13 @@ def within(addresses, tensor):
 KINDS = ["decode", "verify", "window", "prefill", "selected", "positions", "scored"]
 
 
-@pytest.mark.parametrize(("kind", "splits"), zip(KINDS, [1, 3, 3, 1, 3, 3, 1], strict=True), ids=KINDS)
+@pytest.mark.parametrize(
+    ("kind", "splits"), zip(KINDS, [1, 3, 3, 1, 3, 3, 1], strict=True), ids=KINDS
+)
 def test_nothing_beyond_the_valid_entries_is_touched(kind, splits, used, monkeypatch):
-    """Rows have different lengths. Of K and V only the valid slots are read, and of a window only its own."""
+    """Rows have different lengths. Of K and V only the valid slots are read, and of a window only
+    its own.
+    """
     monkeypatch.setattr("magicdec.attention.cuda.triton_grid.split_count", lambda *_: splits)
     num_new, group = {"decode": (1, 4), "prefill": (35, 4)}.get(kind, (4, 4))
     window = 40 if kind == "window" else None
@@ -78,7 +88,9 @@ def test_nothing_beyond_the_valid_entries_is_touched(kind, splits, used, monkeyp
     if kind == "scored":
         out, _ = attend_scored(TritonAttention(), q, k, v, seqlens)
     else:
-        out = attend(TritonAttention(), q, k, v, seqlens, 100 if kind == "positions" else window, **options)
+        out = attend(
+            TritonAttention(), q, k, v, seqlens, 100 if kind == "positions" else window, **options
+        )
     touched = np.unique(np.concatenate(addresses))
     valid = [
         x[row, :, max(0, length - num_new + 1 - window) if window else 0 : length]

@@ -1,4 +1,6 @@
-"""The Triton kernels under Triton's interpreter, against SDPA; test_interpreted.py runs this file."""
+"""The Triton kernels under Triton's interpreter, against SDPA; test_interpreted.py runs this
+file.
+"""
 
 import itertools
 
@@ -13,29 +15,38 @@ from magicdec.measure.footprint import Allocations
 from tests.attention import twins
 from tests.measure.test_footprint import counted_peak
 
-# Of the largest output, about 1: fp32 as exact as it gets, else the rounding of the output and of the weights.
+# Of the largest output, about 1: fp32 as exact as it gets, else the rounding of the output and of
+# the weights.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 assert INTERPRETED
 
 
-# One row of a tile, some, all, and more than a tile. Dtypes, head dims and windows change along: a call takes a second.
+# One row of a tile, some, all, and more than a tile. Dtypes, head dims and windows change along: a
+# call takes a second.
 ROWS = [(1, 1), (1, 8), (2, 4), (2, 8), (5, 4), (5, 8), (9, 3), (9, 8)]
 CASES = [
-    (*rows, *rest) for *rest, rows in zip(itertools.cycle(TOLERANCE), itertools.cycle([None, 150, None, None]), ROWS)
+    (*rows, *rest)
+    for *rest, rows in zip(
+        itertools.cycle(TOLERANCE), itertools.cycle([None, 150, None, None]), ROWS
+    )
 ]
 
 
 @pytest.mark.parametrize(("num_new", "group", "dtype", "window"), CASES)
 def test_against_sdpa(num_new, group, dtype, window):
     dim = {1: 64, 2: 80, 5: 96, 9: 128}[num_new]
-    twins.check(TritonAttention(), num_new, group, dim, 300, window, dtype, tolerance=TOLERANCE[dtype])
+    twins.check(
+        TritonAttention(), num_new, group, dim, 300, window, dtype, tolerance=TOLERANCE[dtype]
+    )
 
 
 @pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize(("num_new", "group", "window"), [(40, 2, None), (70, 2, None), (70, 1, 40), (140, 1, 95)])
+@pytest.mark.parametrize(
+    ("num_new", "group", "window"), [(40, 2, None), (70, 2, None), (70, 1, 40), (140, 1, 95)]
+)
 def test_more_query_rows_than_a_tile(num_new, group, window, splits, monkeypatch):
-    """A prefill: tiles of one head's tokens, tiles in which one head ends and the next begins, and blocks that all
-    query rows see, between others that some see.
+    """A prefill: tiles of one head's tokens, tiles in which one head ends and the next begins, and
+    blocks that all query rows see, between others that some see.
     """
     assert num_new * group > 64
     monkeypatch.setattr("magicdec.attention.cuda.triton_grid.split_count", lambda *_: splits)
@@ -48,7 +59,9 @@ SCORED += [(9, 2, 40, torch.float32, 1, False), (6, 3, None, torch.float32, 3, T
 
 @pytest.mark.parametrize(("num_new", "group", "window", "dtype", "splits", "some"), SCORED)
 def test_scores_against_sdpa(num_new, group, window, dtype, splits, some, monkeypatch):
-    """Score all tokens or some, over more slots than one program sums, for more query rows than a tile holds."""
+    """Score all tokens or some, over more slots than one program sums, for more query rows than a
+    tile holds.
+    """
     monkeypatch.setattr("magicdec.attention.cuda.triton_grid.split_count", lambda *_: splits)
     monkeypatch.setattr(Variant, "tile", 16)
     monkeypatch.setattr("magicdec.attention.cuda.triton.SUMMED", 128)
@@ -81,7 +94,9 @@ def test_codes_against_sdpa(bits, num_new, group, dim, dtype, splits, monkeypatc
     """One row holds no codes, one some, and one little else."""
     monkeypatch.setattr("magicdec.attention.cuda.triton_grid.split_count", lambda *_: splits)
     calls = []
-    monkeypatch.setattr("magicdec.attention.cuda.triton_codes.attend", lambda *x: calls.append(x) or attend(*x))
+    monkeypatch.setattr(
+        "magicdec.attention.cuda.triton_codes.attend", lambda *x: calls.append(x) or attend(*x)
+    )
     *arguments, coded = twins.coded_case(num_new, group, dim, 300, bits, dtype)
     out = twins.attend_coded(TritonAttention(), *arguments, coded)
     right = twins.expected_coded(*arguments, coded)
@@ -89,16 +104,21 @@ def test_codes_against_sdpa(bits, num_new, group, dim, dtype, splits, monkeypatc
     assert calls
 
 
-@pytest.mark.parametrize(("dim", "num_new", "window"), [(96, 1, None), (64, 33, None), (64, 1, 100)])
+@pytest.mark.parametrize(
+    ("dim", "num_new", "window"), [(96, 1, None), (64, 33, None), (64, 1, 100)]
+)
 def test_codes_that_the_kernel_cannot_read_are_decoded_first(dim, num_new, window, monkeypatch):
     monkeypatch.setattr("magicdec.attention.cuda.triton_codes.attend", None)
     *arguments, coded = twins.coded_case(num_new, 2, dim, 150, 4)
     out = twins.attend_coded(TritonAttention(), *arguments, coded, window)
-    torch.testing.assert_close(out, twins.expected_coded(*arguments, coded, window), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        out, twins.expected_coded(*arguments, coded, window), atol=1e-5, rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize(
-    ("method", "num_new", "splits"), [("attend", 5, 2), ("attend", 5, 1), ("attend", 20, 1), ("attend_scored", 5, 2)]
+    ("method", "num_new", "splits"),
+    [("attend", 5, 2), ("attend", 5, 1), ("attend", 20, 1), ("attend_scored", 5, 2)],
 )
 def test_what_is_foreseen_is_what_is_allocated(method, num_new, splits, monkeypatch):
     monkeypatch.setattr("magicdec.attention.cuda.triton_grid.split_count", lambda *_: splits)

@@ -33,7 +33,9 @@ def test_auto_takes_the_kernel_that_is_built(monkeypatch):
         ("cuda", torch.bfloat16, [64], "for CPUs, not for cuda"),
     ],
 )
-def test_what_does_not_fit_is_refused_when_asked_for_and_passed_over_by_auto(device, dtype, dims, said):
+def test_what_does_not_fit_is_refused_when_asked_for_and_passed_over_by_auto(
+    device, dtype, dims, said
+):
     with pytest.raises(UserError, match=said):
         backends.choose("cpp", torch.device(device), dtype, dims)
     if device == "cpu":
@@ -69,7 +71,8 @@ def test_every_backend_is_listed_although_its_library_is_missing(monkeypatch):
 
 def test_triton_is_not_imported_to_list_the_backends():
     program = (
-        "import sys; from magicdec.config.registry import BACKENDS as b; list(b); assert 'triton' not in sys.modules"
+        "import sys; from magicdec.config.registry import BACKENDS as b; list(b); assert 'triton'"
+        " not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
 
@@ -84,7 +87,12 @@ def test_a_backend_from_outside_is_chosen_by_its_priority(monkeypatch):
         def obstacle(cls, dtype, head_dim):
             return "is for small heads" if head_dim > 64 else None
 
-    assert backends.choose("auto", CPU, torch.float32, [64]) == ("mine", "attention=auto: mine is the fastest at hand")
-    assert backends.choose("auto", CPU, torch.float32, [128])[1].endswith("; mine is for small heads")
+    assert backends.choose("auto", CPU, torch.float32, [64]) == (
+        "mine",
+        "attention=auto: mine is the fastest at hand",
+    )
+    assert backends.choose("auto", CPU, torch.float32, [128])[1].endswith(
+        "; mine is for small heads"
+    )
     assert "mine" in backends.usable(CPU, torch.float32, [64])
     assert backends.obstacle("mine", CUDA, torch.float32, [64]) == "is for CPUs, not for cuda"

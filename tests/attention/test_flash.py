@@ -1,5 +1,5 @@
-"""The flash backend against SDPA. flash-attn needs a GPU, so a stand-in follows its documentation: what is tested is
-what we make of it.
+"""The flash backend against SDPA. flash-attn needs a GPU, so a stand-in follows its documentation:
+what is tested is what we make of it.
 """
 
 import sys
@@ -22,8 +22,9 @@ CUDA = torch.device("cuda")
 
 
 def flash_attn_with_kvcache(q, k_cache, v_cache, *, cache_seqlens, causal, window_size):
-    """flash-attn 2.8's meaning of these: (B, T, H, D) over (B, S, K, D), the causal mask and the window aligned to the
-    bottom right corner of each row's valid entries; a window does not count a token itself, and -1 is none.
+    """flash-attn 2.8's meaning of these: (B, T, H, D) over (B, S, K, D), the causal mask and the
+    window aligned to the bottom right corner of each row's valid entries; a window does not count a
+    token itself, and -1 is none.
     """
     assert q.shape[2] % k_cache.shape[2] == 0
     assert cache_seqlens.dtype == torch.int32
@@ -44,7 +45,9 @@ def calls(monkeypatch):
         made.append((q.shape[1], q.shape[2], kwargs.get("causal", False)))
         return flash_attn_with_kvcache(q, *args, **kwargs)
 
-    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_with_kvcache=recorded))
+    monkeypatch.setitem(
+        sys.modules, "flash_attn", SimpleNamespace(flash_attn_with_kvcache=recorded)
+    )
     return made
 
 
@@ -61,7 +64,9 @@ def triton_calls(monkeypatch):
     """The kinds of Triton's calls, which return no numbers."""
     made = []
     monkeypatch.setattr(TritonAttention, "decode", lambda self, q, *_: made.append("decode") or q)
-    monkeypatch.setattr(TritonAttention, "decode_scored", lambda self, q, *_: made.append("scored") or (q, q))
+    monkeypatch.setattr(
+        TritonAttention, "decode_scored", lambda self, q, *_: made.append("scored") or (q, q)
+    )
     monkeypatch.setattr(LibraryAttention, "_triton_for", lambda self, *_: self._triton)
     return made
 
@@ -98,15 +103,25 @@ def without_triton(monkeypatch):
 
 @pytest.mark.parametrize("packs", [True, False])
 def test_triton_comes_first_until_a_library_is_measured_to_be_faster(calls, packs, monkeypatch):
-    """Whichever version is installed: on an H200, Triton's kernel reads keys and values as fast as a copy."""
-    monkeypatch.setattr("magicdec.attention.cuda.flash.library", lambda: Library(None, packs, "FlashAttention"))
+    """Whichever version is installed: on an H200, Triton's kernel reads keys and values as fast as
+    a copy.
+    """
+    monkeypatch.setattr(
+        "magicdec.attention.cuda.flash.library", lambda: Library(None, packs, "FlashAttention")
+    )
     assert FlashAttention.obstacle(torch.bfloat16, 128) is None
-    assert choose("auto", CUDA, torch.bfloat16, [128]) == ("triton", "attention=auto: triton is the fastest at hand")
+    assert choose("auto", CUDA, torch.bfloat16, [128]) == (
+        "triton",
+        "attention=auto: triton is the fastest at hand",
+    )
 
 
 def test_where_it_is_chosen(calls, without_triton):
     assert choose("auto", CUDA, torch.bfloat16, [128])[0] == "flash"
-    for dtype, dim, said in ((torch.float32, 128, "not in float32"), (torch.float16, 320, "at most 256, not 320")):
+    for dtype, dim, said in (
+        (torch.float32, 128, "not in float32"),
+        (torch.float16, 320, "at most 256, not 320"),
+    ):
         with pytest.raises(UserError, match=said):
             choose("flash", CUDA, dtype, [dim])
         assert choose("auto", CUDA, dtype, [dim])[0] != "flash"
@@ -121,7 +136,12 @@ def machine(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (capability, 0))
         monkeypatch.setattr(torch, "__version__", version)
         monkeypatch.setattr(torch.version, "cuda", cuda)
-        for module in ("flash_attn_3", "flash_attn_3.flash_attn_interface", "flash_attn_interface", "flash_attn"):
+        for module in (
+            "flash_attn_3",
+            "flash_attn_3.flash_attn_interface",
+            "flash_attn_interface",
+            "flash_attn",
+        ):
             monkeypatch.setitem(sys.modules, module, None)
 
     return become
@@ -132,15 +152,26 @@ def machine(monkeypatch):
     [
         (9, ["flash_attn_interface"], True, "FlashAttention-3"),
         (9, ["flash_attn_3.flash_attn_interface", "flash_attn"], True, "FlashAttention-3"),
-        (9, ["flash_attn"], False, "FlashAttention-2; FlashAttention-3 cannot be imported (import of flash_attn_in"),
+        (
+            9,
+            ["flash_attn"],
+            False,
+            "FlashAttention-2; FlashAttention-3 cannot be imported (import of flash_attn_in",
+        ),
         (8, ["flash_attn_interface", "flash_attn"], False, "FlashAttention-2"),
     ],
 )
-def test_the_version_that_is_found(machine, without_triton, monkeypatch, capability, installed, packs, found):
+def test_the_version_that_is_found(
+    machine, without_triton, monkeypatch, capability, installed, packs, found
+):
     machine(capability)
     for module in installed:
-        monkeypatch.setitem(sys.modules, module, SimpleNamespace(flash_attn_with_kvcache=flash_attn_with_kvcache))
-        monkeypatch.setitem(sys.modules, module.partition(".")[0], SimpleNamespace(**vars(sys.modules[module])))
+        monkeypatch.setitem(
+            sys.modules, module, SimpleNamespace(flash_attn_with_kvcache=flash_attn_with_kvcache)
+        )
+        monkeypatch.setitem(
+            sys.modules, module.partition(".")[0], SimpleNamespace(**vars(sys.modules[module]))
+        )
     assert FlashAttention()._packs == packs
     assert FlashAttention.found().startswith(found)
     _, why = choose("auto", CUDA, torch.bfloat16, [128])
@@ -167,12 +198,18 @@ def test_where_it_is_not_installed(machine, without_triton, machine_is, typed):
         choose("flash", CUDA, torch.bfloat16, [128])
     said = str(error.value)
     assert said.startswith("attention=flash is not installed: FlashAttention-")
-    assert f"; install it: {typed}; use" in said if typed else "; no wheel is known for this GPU, PyTorch" in said
+    assert (
+        f"; install it: {typed}; use" in said
+        if typed
+        else "; no wheel is known for this GPU, PyTorch" in said
+    )
     name, why = choose("auto", CUDA, torch.bfloat16, [128])
     assert name == "sdpa"
     assert "flash is not installed" in why
     if typed:
-        assert typed.replace("cu128", "cu130") in (ROOT / "docs/attention.md").read_text(encoding="utf-8")
+        assert typed.replace("cu128", "cu130") in (ROOT / "docs/attention.md").read_text(
+            encoding="utf-8"
+        )
 
 
 @pytest.mark.parametrize("num_new", [1, 5, 40])
@@ -186,7 +223,9 @@ def test_a_memory_estimate_does_not_call_the_library(calls, num_new):
 
 
 def test_what_the_library_cannot_do_is_left_to_triton_on_a_gpu(calls, triton_calls, monkeypatch):
-    """Selected slots and scores; where Triton cannot be had, and on this CPU, it is sdpa that does them."""
+    """Selected slots and scores; where Triton cannot be had, and on this CPU, it is sdpa that does
+    them.
+    """
     q, k, v, seqlens = twins.case(2, 4, 64, 90, torch.bfloat16)
     indices = twins.selection(seqlens, k.shape[1], k.shape[2], 20)
     twins.attend(FlashAttention(), q, k, v, seqlens, None, indices)
@@ -195,7 +234,9 @@ def test_what_the_library_cannot_do_is_left_to_triton_on_a_gpu(calls, triton_cal
     monkeypatch.undo()
     monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_with_kvcache=None))
     out = twins.attend(FlashAttention(), q, k, v, seqlens, None, indices)
-    torch.testing.assert_close(out.float(), twins.expected(q, k, v, seqlens, None, indices), atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(
+        out.float(), twins.expected(q, k, v, seqlens, None, indices), atol=2e-2, rtol=2e-2
+    )
 
 
 @pytest.mark.gpu
@@ -203,14 +244,18 @@ def test_what_the_library_cannot_do_is_left_to_triton_on_a_gpu(calls, triton_cal
 @pytest.mark.parametrize("window", [None, 3, 700])
 @pytest.mark.parametrize("num_new", [*range(1, 10), 200])
 def test_on_a_gpu(num_new, window, dim):
-    """Whichever version is installed, called as it is and captured; a replay reads the lengths of its time."""
+    """Whichever version is installed, called as it is and captured; a replay reads the lengths of
+    its time.
+    """
     try:
         attention = FlashAttention()
     except ImportError as error:
         pytest.skip(str(error))
     q, k, v, lengths = (x.cuda() for x in twins.case(num_new, 4, dim, 3000, torch.bfloat16))
     out = twins.attend(attention, q, k, v, lengths, window)
-    torch.testing.assert_close(out.float(), twins.expected(q, k, v, lengths, window), atol=1e-2, rtol=1e-2)
+    torch.testing.assert_close(
+        out.float(), twins.expected(q, k, v, lengths, window), atol=1e-2, rtol=1e-2
+    )
 
     def again() -> None:
         out.copy_(twins.attend(attention, q, k, v, lengths, window))
@@ -219,4 +264,6 @@ def test_on_a_gpu(num_new, window, dim):
     for fewer in (0, 1, 33):
         lengths[1:] -= fewer
         step()
-        torch.testing.assert_close(out.float(), twins.expected(q, k, v, lengths, window), atol=1e-2, rtol=1e-2)
+        torch.testing.assert_close(
+            out.float(), twins.expected(q, k, v, lengths, window), atol=1e-2, rtol=1e-2
+        )

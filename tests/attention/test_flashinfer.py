@@ -1,5 +1,5 @@
-"""The flashinfer backend against SDPA. The library needs a GPU, so a stand-in follows its documentation: what is tested
-is what we tell it, above all where the pages lie.
+"""The flashinfer backend against SDPA. The library needs a GPU, so a stand-in follows its
+documentation: what is tested is what we tell it, above all where the pages lie.
 """
 
 import sys
@@ -18,15 +18,22 @@ CUDA = torch.device("cuda")
 
 
 class BatchPrefillWithPagedKVCacheWrapper:
-    """flashinfer 0.2's interface and meaning: queries (all rows' tokens, H, D); keys and values in pages, in the layout
-    HND (page, K, slot, D); a row's tokens are its last ones, causal; window_left does not count a token itself.
+    """flashinfer 0.2's interface and meaning: queries (all rows' tokens, H, D); keys and values in
+    pages, in the layout HND (page, K, slot, D); a row's tokens are its last ones, causal;
+    window_left does not count a token itself.
     """
 
     plans = 0
 
-    def __init__(self, float_workspace_buffer, kv_layout="NHD", use_cuda_graph=False, *, backend="auto"):
+    def __init__(
+        self, float_workspace_buffer, kv_layout="NHD", use_cuda_graph=False, *, backend="auto"
+    ):
         self.backend = backend
-        assert (float_workspace_buffer.dtype, kv_layout, use_cuda_graph) == (torch.uint8, "HND", False)
+        assert (float_workspace_buffer.dtype, kv_layout, use_cuda_graph) == (
+            torch.uint8,
+            "HND",
+            False,
+        )
 
     def plan(self, *arguments, causal, window_left, q_data_type):
         tensors, sizes = arguments[:4], arguments[4:]
@@ -49,9 +56,15 @@ class BatchPrefillWithPagedKVCacheWrapper:
         assert q.shape[1:] == (H, D)
         assert k_pages.shape[1:] == (K, size, D)
         assert k_pages.stride() == v_pages.stride()
-        # The kernel follows strides, and reads no entry behind a row's last: the last page may end outside of memory.
-        shape, strides = (k_pages.shape[0] + size - 1, K, D), (k_pages.stride(2), k_pages.stride(1), 1)
-        k_slots, v_slots = (x.as_strided(shape, strides, x.storage_offset()) for x in paged_kv_cache)
+        # The kernel follows strides, and reads no entry behind a row's last: the last page may end
+        # outside of memory.
+        shape, strides = (
+            (k_pages.shape[0] + size - 1, K, D),
+            (k_pages.stride(2), k_pages.stride(1), 1),
+        )
+        k_slots, v_slots = (
+            x.as_strided(shape, strides, x.storage_offset()) for x in paged_kv_cache
+        )
         of_page = k_pages.stride(0) // k_pages.stride(2)
         out = torch.empty_like(q)
         for b in range(len(last)):
@@ -59,15 +72,22 @@ class BatchPrefillWithPagedKVCacheWrapper:
             length = (len(own) - 1) * size + last[b]
             slots = (torch.tensor(own)[:, None] * of_page + torch.arange(size)).flatten()[:length]
             k, v = (x[slots].transpose(0, 1)[None] for x in (k_slots, v_slots))
-            mine, window = slice(queries[b], queries[b + 1]), None if window_left < 0 else window_left + 1
-            out[mine] = definition(q[mine][None], k, v, torch.tensor([length]), window)[0][0].to(dtype)
+            mine, window = (
+                slice(queries[b], queries[b + 1]),
+                None if window_left < 0 else window_left + 1,
+            )
+            out[mine] = definition(q[mine][None], k, v, torch.tensor([length]), window)[0][0].to(
+                dtype
+            )
         return out
 
 
 @pytest.fixture
 def library(monkeypatch):
     made = type("Wrapper", (BatchPrefillWithPagedKVCacheWrapper,), {"backends": []})
-    monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=made))
+    monkeypatch.setitem(
+        sys.modules, "flashinfer", SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=made)
+    )
     return made
 
 
@@ -76,7 +96,9 @@ def library(monkeypatch):
 @pytest.mark.parametrize("window", [None, 3, 60])
 @pytest.mark.parametrize("longest", [73, 80, 81])
 def test_against_sdpa(library, num_new, group, window, longest):
-    """Capacities that a page of 16 slots divides, and others: 80, 87 and 88. Few tokens are FlashAttention-2's."""
+    """Capacities that a page of 16 slots divides, and others: 80, 87 and 88. Few tokens are
+    FlashAttention-2's.
+    """
     check(FlashInferAttention(), num_new, group, 16, longest, window)
     assert library.backends == ["auto" if num_new == 40 else "fa2"]
 
@@ -109,11 +131,16 @@ def test_where_memory_is_foreseen_the_library_is_not_called(library):
 def test_where_it_is_chosen(library, monkeypatch):
     assert choose("flashinfer", CUDA, torch.bfloat16, [128])[0] == "flashinfer"
     assert choose("auto", CUDA, torch.bfloat16, [128])[0] != "flashinfer"
-    for dtype, dim, said in ((torch.float32, 128, "not in float32"), (torch.float16, 96, "64, 128, 256, not 96")):
+    for dtype, dim, said in (
+        (torch.float32, 128, "not in float32"),
+        (torch.float16, 96, "64, 128, 256, not 96"),
+    ):
         with pytest.raises(UserError, match=said):
             choose("flashinfer", CUDA, dtype, [dim])
     monkeypatch.setitem(sys.modules, "flashinfer", None)
-    with pytest.raises(UserError, match=r"attention=flashinfer is not installed: .*'\.\[flashinfer\]'"):
+    with pytest.raises(
+        UserError, match=r"attention=flashinfer is not installed: .*'\.\[flashinfer\]'"
+    ):
         choose("flashinfer", CUDA, torch.bfloat16, [128])
 
 

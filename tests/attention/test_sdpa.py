@@ -27,7 +27,9 @@ def test_against_the_definition(num_new, group, ragged, window):
     for counted in (None, torch.arange(num_new) % 3 != torch.arange(len(q))[:, None]):
         right = [x.float() for x in twins.definition(q, k, v, seqlens, window, counted=counted)]
         torch.testing.assert_close(out, right[0], **CLOSE)
-        torch.testing.assert_close([*twins.attend_scored(SDPA, q, k, v, seqlens, window, counted)], right, **CLOSE)
+        torch.testing.assert_close(
+            [*twins.attend_scored(SDPA, q, k, v, seqlens, window, counted)], right, **CLOSE
+        )
 
 
 def test_what_cuda_is_given_is_the_same():
@@ -57,7 +59,9 @@ def test_selected_slots_against_the_definition(num_new, group, ragged, window):
     q, k, v, seqlens = case(num_new, group, ragged)
     selected = twins.selection(seqlens, num_new, k.shape[2], 9)
     right, _ = twins.definition(q, k, v, seqlens, window, selected)
-    torch.testing.assert_close(twins.attend(SDPA, q, k, v, seqlens, window, selected), right.float(), **CLOSE)
+    torch.testing.assert_close(
+        twins.attend(SDPA, q, k, v, seqlens, window, selected), right.float(), **CLOSE
+    )
 
 
 @pytest.mark.parametrize("num_new", [1, 5, MAX_FOLDED_TOKENS + 3])

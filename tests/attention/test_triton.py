@@ -29,8 +29,17 @@ def attend_compiled(capability, dtype, dim, group, num_new, kind):
     with fake_cuda(capability):
         variant = ours.Variant(DTYPES[dtype], 8, group, dim, group * num_new, num_new == 1, *kinds)
         options, constants = variant.options, variant.constants(split) | {"UPCAST": False}
-    types = dict.fromkeys(("q", "k", "v", "out"), f"*{dtype}") | {"seqlens": "*i32", "scale": "fp32"}
-    types |= {"partial": "*fp32", "lse": "*fp32", "raw": "*fp32", "indices": "*i64", "positions": "*i32"}
+    types = dict.fromkeys(("q", "k", "v", "out"), f"*{dtype}") | {
+        "seqlens": "*i32",
+        "scale": "fp32",
+    }
+    types |= {
+        "partial": "*fp32",
+        "lse": "*fp32",
+        "raw": "*fp32",
+        "indices": "*i64",
+        "positions": "*i32",
+    }
     constants |= {} if kind == "selected" else {"indices": None}
     constants |= {} if kind == "positions" else {"positions": None, "reach": None}
     constants |= {} if kind == "scored" else {"raw": None}
@@ -38,7 +47,11 @@ def attend_compiled(capability, dtype, dim, group, num_new, kind):
     return build(split_kv.attend_split, capability, types, constants, options)
 
 
-VARIANTS = [("bf16", 128, 4, 5, "all", (2, 2)), ("bf16", 128, 8, 8, "all", (1, 2)), ("bf16", 128, 8, 9, "all", (1, 1))]
+VARIANTS = [
+    ("bf16", 128, 4, 5, "all", (2, 2)),
+    ("bf16", 128, 8, 8, "all", (1, 2)),
+    ("bf16", 128, 8, 9, "all", (1, 1)),
+]
 VARIANTS += [("bf16", 128, 4, 512, "all", (1, 1)), ("fp16", 80, 1, 1, "selected", (2, 2))]
 VARIANTS += [("bf16", 128, 4, 5, "positions", (2, 2)), ("bf16", 128, 4, 5, "scored", (3, 3))]
 VARIANTS += [("bf16", 128, 8, 64, "scored", (1, 2))]
@@ -47,24 +60,42 @@ VARIANTS += [("bf16", 128, 8, 64, "scored", (1, 2))]
 @CAPABILITIES
 @pytest.mark.parametrize(("dtype", "dim", "group", "num_new", "kind", "programs"), VARIANTS)
 def test_compiled(capability, dtype, dim, group, num_new, kind, programs):
-    """Tensor cores used, nothing spilled but for one exception, and as many programs on a multiprocessor as registers
-    and shared memory allow: enough warps to hide memory's latency.
+    """Tensor cores used, nothing spilled but for one exception, and as many programs on a
+    multiprocessor as registers and shared memory allow: enough warps to hide memory's latency.
     """
     made = attend_compiled(capability, dtype, dim, group, num_new, kind)
-    # On B200, 8 warps are given 128 registers a thread: a prefill keeps 16 bytes in memory, 64 query rows up to 8.
+    # On B200, 8 warps are given 128 registers a thread: a prefill keeps 16 bytes in memory, 64
+    # query rows up to 8.
     assert made.spilled <= {(100, 512): 16, (100, 8): 8}.get((capability, num_new), 0)
-    if capability != 120:  # whose shared memory holds a single program, with as many bytes in flight
+    # Whose shared memory holds a single program, with as many bytes in flight.
+    if capability != 120:
         assert made.programs >= programs[capability in (90, 100)]
         assert made.programs * made.warps >= RESIDENT_WARPS
-    assert made.shared <= GPUS[{80: 89}.get(capability, capability)].program_shared  # the L40 has the least
+    # The L40 has the least.
+    assert made.shared <= GPUS[{80: 89}.get(capability, capability)].program_shared
     assert "mma" in made.ptx
 
 
 def coded_compiled(capability, dtype, bits, dim, rows):
     """The kernel that reads codes, for a decoding in splits."""
-    types = dict.fromkeys(("q", "k", "v", "out"), f"*{dtype}") | {"scale": "fp32", "partial": "*fp32", "lse": "*fp32"}
-    types |= dict.fromkeys(("k_codes", "v_codes", "k_scales", "v_scales", "seqlens", "first_exact"), "*i32")
-    constants = {"K": 8, "J": 4, "D": dim, "BITS": bits, "G": 32, "F": 32, "TILE": max(16, rows), "SPLIT": True}
+    types = dict.fromkeys(("q", "k", "v", "out"), f"*{dtype}") | {
+        "scale": "fp32",
+        "partial": "*fp32",
+        "lse": "*fp32",
+    }
+    types |= dict.fromkeys(
+        ("k_codes", "v_codes", "k_scales", "v_scales", "seqlens", "first_exact"), "*i32"
+    )
+    constants = {
+        "K": 8,
+        "J": 4,
+        "D": dim,
+        "BITS": bits,
+        "G": 32,
+        "F": 32,
+        "TILE": max(16, rows),
+        "SPLIT": True,
+    }
     constants |= {"BLOCK": triton_codes.BLOCK, "UPCAST": False}
     with fake_cuda(capability):
         options = triton_codes.options(DTYPES[dtype], constants["TILE"])
@@ -75,7 +106,9 @@ def coded_compiled(capability, dtype, bits, dim, rows):
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", pytest.param("fp32", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("bits", "dim", "rows"), [(4, 128, 4), (8, 64, 12), (4, 128, 32)])
 def test_codes_compiled(capability, dtype, bits, dim, rows):
-    """Nothing spilled, enough warps to hide memory's latency, and codes and scales read in words."""
+    """Nothing spilled, enough warps to hide memory's latency, and codes and scales read in
+    words.
+    """
     made = coded_compiled(capability, dtype, bits, dim, rows)
     assert made.spilled == 0
     assert made.programs * made.warps >= RESIDENT_WARPS
@@ -89,12 +122,15 @@ def test_codes_compiled(capability, dtype, bits, dim, rows):
     [
         (90, 5, "positions", 0),
         (90, 512, "all", 0),
-        (80, 5, "selected", 16),  # ptxas keeps 80 registers for three programs, and 4 numbers in memory
+        # Ptxas keeps 80 registers for three programs, and 4 numbers in memory.
+        (80, 5, "selected", 16),
         (120, 512, "all", 0),
     ],
 )
 def test_single_precision_compiled(capability, num_new, kind, spilled):
-    """Tiles of 32 rows: with 64, thousands of bytes are spilled, and the shared memory is more than an L40 has."""
+    """Tiles of 32 rows: with 64, thousands of bytes are spilled, and the shared memory is more than
+    an L40 has.
+    """
     made = attend_compiled(capability, "fp32", 128, 4, num_new, kind)
     assert made.spilled <= spilled
     assert made.shared <= GPUS[{80: 89}.get(capability, capability)].program_shared
@@ -109,7 +145,12 @@ def test_merging_compiled(capability, dim, splits):
     padded = triton.next_power_of_2(dim)
     constants = {"K": 8, "J": 4, "D": dim, "PADDED_D": padded, "PADDED_SPLITS": splits}
     constants["ROWS"] = triton_grid.merge_rows(20, splits * padded)
-    assert build(split_kv.merge_splits, capability, types, constants, {"enable_fp_fusion": True}).spilled == 0
+    assert (
+        build(
+            split_kv.merge_splits, capability, types, constants, {"enable_fp_fusion": True}
+        ).spilled
+        == 0
+    )
 
 
 @CAPABILITIES
@@ -120,7 +161,10 @@ def test_summing_compiled(capability, some):
     types |= {"positions": "*i32"}
     constants = {"K": 8, "J": 4, "PADDED_SPLITS": triton_grid.MAX_SPLITS, "BLOCK": ours.SUMMED}
     constants |= {} if some else {"counted": None, "positions": None}
-    assert build(split_kv.sum_scores, capability, types, constants, {"enable_fp_fusion": True}).spilled == 0
+    assert (
+        build(split_kv.sum_scores, capability, types, constants, {"enable_fp_fusion": True}).spilled
+        == 0
+    )
 
 
 @pytest.mark.gpu
@@ -131,10 +175,14 @@ def test_on_a_gpu(num_new, group, dtype, tolerance):
     for dim in ours.HEAD_DIMS:
         arguments = [x.cuda() for x in twins.case(num_new, group, dim, 3000, dtype)]
         out = twins.attend(ours.TritonAttention(), *arguments)
-        torch.testing.assert_close(out.float(), twins.expected(*arguments), atol=tolerance, rtol=tolerance)
+        torch.testing.assert_close(
+            out.float(), twins.expected(*arguments), atol=tolerance, rtol=tolerance
+        )
         if num_new <= 64:
             scores = twins.attend_scored(ours.TritonAttention(), *arguments)[1]
-            torch.testing.assert_close(scores, twins.expected_scored(*arguments)[1], atol=1e-3, rtol=1e-3)
+            torch.testing.assert_close(
+                scores, twins.expected_scored(*arguments)[1], atol=1e-3, rtol=1e-3
+            )
 
 
 @pytest.mark.gpu

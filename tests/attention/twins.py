@@ -1,4 +1,6 @@
-"""Cases for kernels of few new tokens, and SDPA's answer to each in fp32: the twin that every backend is to meet."""
+"""Cases for kernels of few new tokens, and SDPA's answer to each in fp32: the twin that every
+backend is to meet.
+"""
 
 import math
 
@@ -12,7 +14,9 @@ ROWS, KV_HEADS = 3, 2
 
 
 def case(num_new, group, dim, longest, dtype=torch.float32):
-    """Rows from no longer than their new tokens to `longest`; the cache has slots to spare, filled with noise."""
+    """Rows from no longer than their new tokens to `longest`; the cache has slots to spare, filled
+    with noise.
+    """
     generator = torch.Generator().manual_seed(num_new + group)
     q = torch.randn(ROWS, num_new, KV_HEADS * group, dim, generator=generator).to(dtype)
     k, v = torch.randn(2, ROWS, KV_HEADS, longest + 7, dim, generator=generator).to(dtype)
@@ -21,7 +25,9 @@ def case(num_new, group, dim, longest, dtype=torch.float32):
 
 
 def selection(seqlens, num_new, capacity, count):
-    """Distinct slots in any order, the new tokens among them, some negative, some behind the valid ones."""
+    """Distinct slots in any order, the new tokens among them, some negative, some behind the valid
+    ones.
+    """
     generator = torch.Generator().manual_seed(count)
     orders = [torch.randperm(capacity, generator=generator)[:count] for _ in range(ROWS * KV_HEADS)]
     chosen = torch.stack(orders).view(ROWS, KV_HEADS, -1)
@@ -31,8 +37,9 @@ def selection(seqlens, num_new, capacity, count):
 
 
 def compacted(k, v, seqlens, num_new, count):
-    """At most `count` of each head's old entries in any order, the new ones behind them: keys, values, lengths, the
-    positions by which a window finds them, and the slots that they come from (-1: none).
+    """At most `count` of each head's old entries in any order, the new ones behind them: keys,
+    values, lengths, the positions by which a window finds them, and the slots that they come from
+    (-1: none).
     """
     generator = torch.Generator().manual_seed(count)
     slots = torch.full((ROWS, KV_HEADS, count + num_new), -1)
@@ -65,11 +72,15 @@ def definition(q, k, v, seqlens, window=None, indices=None, positions=None, coun
     out_BKJTD = torch.einsum("bkjts,bksd->bkjtd", p_BKJTS, v.double().masked_fill(bad_BKSD, 0.0))
     out_BKJTD += torch.where((seen_BKTS.float() @ bad_BKSD.float()) > 0, math.nan, 0.0)[:, :, None]
     out = out_BKJTD.permute(0, 3, 1, 2, 4).reshape(-1, T, H, D)
-    return out, (p_BKJTS if counted is None else p_BKJTS * counted[:, None, None, :, None]).sum((2, 3))
+    return out, (p_BKJTS if counted is None else p_BKJTS * counted[:, None, None, :, None]).sum(
+        (2, 3)
+    )
 
 
 def plan_of(backend: Attention, q, k, seqlens, window, positions=None):
-    return backend.plan(seqlens, Shape(q.shape[1], k.shape[2], q.shape[2] // k.shape[1], q.dtype), window, positions)
+    return backend.plan(
+        seqlens, Shape(q.shape[1], k.shape[2], q.shape[2] // k.shape[1], q.dtype), window, positions
+    )
 
 
 def attend(backend: Attention, q, k, v, seqlens, window=None, indices=None, positions=None):
@@ -78,14 +89,20 @@ def attend(backend: Attention, q, k, v, seqlens, window=None, indices=None, posi
 
 def attend_scored(backend: Attention, q, k, v, seqlens, window=None, counted=None, positions=None):
     """One call of a backend that returns scores, with a score for every slot."""
-    out, scores = backend.attend_scored(q, k, v, plan_of(backend, q, k, seqlens, window, positions), counted)
+    out, scores = backend.attend_scored(
+        q, k, v, plan_of(backend, q, k, seqlens, window, positions), counted
+    )
     return out, torch.nn.functional.pad(scores, (0, k.shape[2] - scores.shape[-1]))
 
 
 def coded_case(num_new, group, dim, longest, bits, dtype=torch.float32):
-    """A case and its entries as codes: all but the last, some, and none of a row's; what they replace is spoilt."""
+    """A case and its entries as codes: all but the last, some, and none of a row's; what they
+    replace is spoilt.
+    """
     q, k, v, seqlens = case(num_new, group, dim, longest, dtype)
-    codes = [Codes((2, *x.shape), bits, 32, along, "cpu") for x, along in ((k, TOKENS), (v, FEATURES))]
+    codes = [
+        Codes((2, *x.shape), bits, 32, along, "cpu") for x, along in ((k, TOKENS), (v, FEATURES))
+    ]
     for one, x in zip(codes, (k, v), strict=True):
         one.load(torch.stack((x.flip(0), x)))
     old = seqlens - num_new
@@ -105,8 +122,16 @@ def expected_coded(q, k, v, seqlens, coded, window=None):
 
 
 def some_tokens(num_new):
-    """Return which new tokens count: in one row all, in one none, in one the last; contiguous only when transposed."""
-    return torch.stack((torch.ones(num_new), torch.zeros(num_new), torch.arange(num_new) == num_new - 1), 1).bool().T
+    """Return which new tokens count: in one row all, in one none, in one the last; contiguous only
+    when transposed.
+    """
+    return (
+        torch.stack(
+            (torch.ones(num_new), torch.zeros(num_new), torch.arange(num_new) == num_new - 1), 1
+        )
+        .bool()
+        .T
+    )
 
 
 def expected(q, k, v, seqlens, window=None, indices=None):
@@ -114,7 +139,17 @@ def expected(q, k, v, seqlens, window=None, indices=None):
     return attend(SdpaAttention(), q.float(), k.float(), v.float(), seqlens, window, indices)
 
 
-def check(backend: Attention, num_new, group, dim, longest, window=None, dtype=torch.float32, chosen=0, tolerance=1e-5):
+def check(
+    backend: Attention,
+    num_new,
+    group,
+    dim,
+    longest,
+    window=None,
+    dtype=torch.float32,
+    chosen=0,
+    tolerance=1e-5,
+):
     """Compare a backend with SDPA, over all slots or over a selection of so many."""
     q, k, v, seqlens = case(num_new, group, dim, longest, dtype)
     indices = selection(seqlens, num_new, k.shape[2], chosen) if chosen else None
@@ -124,8 +159,12 @@ def check(backend: Attention, num_new, group, dim, longest, window=None, dtype=t
     torch.testing.assert_close(out.float(), right, atol=tolerance, rtol=tolerance)
 
 
-def check_positions(backend: Attention, num_new, group, dim, longest, count, window, tolerance=1e-5):
-    """Compare a window over slots in no order with the same entries selected from a cache in order."""
+def check_positions(
+    backend: Attention, num_new, group, dim, longest, count, window, tolerance=1e-5
+):
+    """Compare a window over slots in no order with the same entries selected from a cache in
+    order.
+    """
     q, k, v, seqlens = case(num_new, group, dim, longest)
     few_k, few_v, lengths, positions, slots = compacted(k, v, seqlens, num_new, count)
     out = attend(backend, q, few_k, few_v, lengths, window, positions=positions)

@@ -1,4 +1,6 @@
-"""Points of benchmarks/gpu.py of which some go wrong in the ways that GPUs make processes go wrong."""
+"""Points of benchmarks/gpu.py of which some go wrong in the ways that GPUs make processes go
+wrong.
+"""
 
 import atexit
 import ctypes
@@ -53,7 +55,10 @@ if __name__ == "__main__":
         atexit.register(time.sleep, 600)
     if "broken" in sys.argv:
         sys.exit("an import that fails")
-    points = (Point("x", name, lambda n=name, m=m: logged(n, m), limit_s=1) for name, m in MEASURES.items())
+    points = (
+        Point("x", name, lambda n=name, m=m: logged(n, m), limit_s=1)
+        for name, m in MEASURES.items()
+    )
     only = [argument for argument in sys.argv[2:] if argument in MEASURES]
     points = [point for point in points if not only or point.key in only]
     sys.exit(work(points, Store(FOLDER, "abc"), time.time() + 60, device_answers))

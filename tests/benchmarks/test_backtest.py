@@ -1,4 +1,6 @@
-"""The backtest of the cost model: published measurements, their predictions, and the page about them."""
+"""The backtest of the cost model: published measurements, their predictions, and the page about
+them.
+"""
 
 import re
 from collections import Counter
@@ -10,7 +12,18 @@ import pytest
 from tests.programs import ROOT
 
 RESULTS = ROOT / "docs/results"
-REQUIRED = {"publisher", "source", "model", "hardware", "engine", "draft", "batch", "context", "gamma", "speedup"}
+REQUIRED = {
+    "publisher",
+    "source",
+    "model",
+    "hardware",
+    "engine",
+    "draft",
+    "batch",
+    "context",
+    "gamma",
+    "speedup",
+}
 
 # What a row of refutation.csv may assume where its source is silent.
 ASSUMABLE = {"hardware", "model", "batch", "context", "gamma", "acceptance"}
@@ -108,8 +121,13 @@ def test_rows_that_are_not_predicted_say_why(refuting):
 
 
 def test_scores_follow_from_the_predictions():
-    rows = [row for row in backtest.read_csv(RESULTS / "refutation-predictions.csv") if row["predicted"]]
-    stored = {(row["by"], row["stratum"]): row for row in backtest.read_csv(RESULTS / "refutation-scores.csv")}
+    rows = [
+        row for row in backtest.read_csv(RESULTS / "refutation-predictions.csv") if row["predicted"]
+    ]
+    stored = {
+        (row["by"], row["stratum"]): row
+        for row in backtest.read_csv(RESULTS / "refutation-scores.csv")
+    }
     right = [(row["predicted"] > 1) == (row["measured"] > 1) for row in rows]
     assert stored["all", "all"]["right"] == sum(right)
     assert stored["all", "all"]["rows"] == len(rows)
@@ -122,13 +140,19 @@ def test_scores_follow_from_the_predictions():
 
 
 def test_a_constant_has_half_the_balanced_accuracy():
-    rows = [{"measured": measured, "error": 0.1, "right": measured > 1} for measured in (1.2, 1.5, 2.0, 0.9)]
+    rows = [
+        {"measured": measured, "error": 0.1, "right": measured > 1}
+        for measured in (1.2, 1.5, 2.0, 0.9)
+    ]
     scored = backtest.score(rows)
     assert (scored["right"], scored["constant"], scored["balanced"]) == (3, 3, 0.5)
 
 
 def test_texts_name_the_scores_on_rows_that_can_refute():
     score = backtest.read_csv(RESULTS / "refutation-scores.csv")[0]
-    claim = f"On {score['rows']} that were chosen to be harder (losses, large batches, long contexts) it is"
+    claim = (
+        f"On {score['rows']} that were chosen to be harder (losses, large batches, long contexts)"
+        " it is"
+    )
     for text in (ROOT / "README.md", ROOT / "docs/cost-model.md"):
         assert f"{claim} {score['error']:.0%}" in " ".join(text.read_text(encoding="utf-8").split())

@@ -1,4 +1,6 @@
-"""The benchmark for a GPU: rehearsed on the CPU, and with every fault that a GPU machine has in store."""
+"""The benchmark for a GPU: rehearsed on the CPU, and with every fault that a GPU machine has in
+store.
+"""
 
 import json
 import os
@@ -54,21 +56,45 @@ def test_a_rehearsal_goes_on_where_it_stood(tmp_path):
     assert first.returncode == 0, first.stderr
     assert "Not yet measured." in (tmp_path / "page.md").read_text()
     ceilings = (tmp_path / "ceilings.json").read_text()
-    parts = ("ceilings", "cells", "policies", "profile", "variants", "prefill", "steps", "rounds", "sampling")
+    parts = (
+        "ceilings",
+        "cells",
+        "policies",
+        "profile",
+        "variants",
+        "prefill",
+        "steps",
+        "rounds",
+        "sampling",
+    )
     parts += ("attention",)
     found = check(tmp_path, rehearse(tmp_path, "--parts", ",".join(parts)), *parts)
     assert (tmp_path / "ceilings.json").read_text() == ceilings
     assert all(found[part] for part in parts)
     assert all(point["of_copy"] > 0 for point in found["attention"].values())
-    assert all(point["round_ms"] > 0 and point["predicted_round_ms"] > 0 for point in found["steps"].values())
-    assert all(point["speedup"] > 0 and point["of_formula"] > 0 for point in found["rounds"].values())
-    assert all(point["sampled_round_ms"] > 0 and point["truncation_ms"] > 0 for point in found["sampling"].values())
+    assert all(
+        point["round_ms"] > 0 and point["predicted_round_ms"] > 0
+        for point in found["steps"].values()
+    )
+    assert all(
+        point["speedup"] > 0 and point["of_formula"] > 0 for point in found["rounds"].values()
+    )
+    assert all(
+        point["sampled_round_ms"] > 0 and point["truncation_ms"] > 0
+        for point in found["sampling"].values()
+    )
     assert found["cells"]["rows"]["cells"] == [[2, 256]]
-    assert [point["policy"] for point in found["profile"].values()] == ["streaming", *gpu_drafts.PROFILED]
+    assert [point["policy"] for point in found["profile"].values()] == [
+        "streaming",
+        *gpu_drafts.PROFILED,
+    ]
     for profile in found["profile"].values():
         assert profile["round_ms"] >= profile["rest_ms"] > 0
         assert len(profile["text"].splitlines()) == 2 + gpu_profile.LONGEST
-    assert {point["policy"] for point in found["policies"].values()} == {*POLICIES, *gpu_drafts.DRAFTS}
+    assert {point["policy"] for point in found["policies"].values()} == {
+        *POLICIES,
+        *gpu_drafts.DRAFTS,
+    }
     assert [point["compiled"] for point in found["variants"].values()] == list(gpu_drafts.COMPILERS)
 
 
@@ -76,7 +102,9 @@ def test_a_rehearsal_goes_on_where_it_stood(tmp_path):
 def test_a_rehearsal_runs_programs(tmp_path):
     parts = ("doctor", "correct", "ranks", "serving")
     found = check(tmp_path, rehearse(tmp_path, "--parts", ",".join(parts)), *parts)
-    assert all(point["identical"] for key, point in found["correct"].items() if key.startswith("lossless"))
+    assert all(
+        point["identical"] for key, point in found["correct"].items() if key.startswith("lossless")
+    )
     assert next(iter(found["ranks"].values()))["speedup"] > 0
     assert next(iter(found["serving"].values()))["lossless/identical"]
     assert "| ok | round |" in (tmp_path / "page.md").read_text()
@@ -103,7 +131,10 @@ def test_each_fault_costs_its_point_and_no_other(tmp_path):
     store = gpu_store.Store(tmp_path, "abc")
     for _ in range(2):
         assert gpu_store.supervise([POINTS, str(tmp_path)], store) == gpu_store.DONE
-    found = {key: point.get("failed", point.get("skipped", "")) for key, point in store.points("x").items()}
+    found = {
+        key: point.get("failed", point.get("skipped", ""))
+        for key, point in store.points("x").items()
+    }
     assert found == {
         "first": "",
         "killed": "the process ended by SIGKILL",
@@ -124,7 +155,10 @@ def test_each_fault_costs_its_point_and_no_other(tmp_path):
 def test_when_the_time_is_over_the_point_under_way_is_left_to_the_next_call(tmp_path):
     store = gpu_store.Store(tmp_path)
     began = time.time()
-    assert gpu_store.supervise([POINTS, str(tmp_path), "hangs", "last"], store, began) == gpu_store.OUT_OF_TIME
+    assert (
+        gpu_store.supervise([POINTS, str(tmp_path), "hangs", "last"], store, began)
+        == gpu_store.OUT_OF_TIME
+    )
     assert time.time() - began < 10
     assert (store.points("x"), store.noted()) == ({}, {})
 
@@ -138,7 +172,10 @@ def test_one_file_holds_all_points_and_is_resumed_from(tmp_path):
     other.folder.mkdir()
     other.put("x", "first", {"ms": 3.0})
     other.resume(store.tar)
-    assert {part: list(other.points(part)) for part in ("x", "y")} == {"x": ["first"], "y": ["only"]}
+    assert {part: list(other.points(part)) for part in ("x", "y")} == {
+        "x": ["first"],
+        "y": ["only"],
+    }
     assert other.points("x")["first"]["ms"] == 3.0, "what this folder has measured stays"
     assert other.noted() == {}
     assert gpu._opened(store.tar).points("y")["only"]["ms"] == 2.0
@@ -154,18 +191,25 @@ def test_what_is_worth_most_takes_half_an_hour():
 @pytest.mark.slow
 def test_kernels_are_checked_in_the_interpreter():
     pytest.importorskip("triton")
-    command = [sys.executable, "benchmarks/gpu_kernels.py", "--check", "--rehearse"]  # Triton is imported anew
+    # Triton is imported anew.
+    command = [sys.executable, "benchmarks/gpu_kernels.py", "--check", "--rehearse"]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=250)
+    done = subprocess.run(
+        command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=250
+    )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert [line.partition(": ")[0] for line in done.stdout.splitlines()] == list(gpu_kernels.KERNELS)
+    assert [line.partition(": ")[0] for line in done.stdout.splitlines()] == list(
+        gpu_kernels.KERNELS
+    )
 
 
 def test_a_kernel_that_is_wrong_is_said_to_be(monkeypatch):
     right = torch.arange(6.0)
     layer = gpu_kernels.Layer(torch.device("cpu"), torch.float32)
     versions = {"old": lambda: right, "new": lambda: right + 0.1}
-    case = gpu_kernels.Case(versions, lambda: right, 1.0, {"slow": lambda: lambda: None, "absent": _absent})
+    case = gpu_kernels.Case(
+        versions, lambda: right, 1.0, {"slow": lambda: lambda: None, "absent": _absent}
+    )
     monkeypatch.setitem(gpu_kernels.KERNELS, "mine", lambda layer: case)
     assert gpu_kernels.checked("mine", layer) == {"failed": "new is off by 0.02"}
     found = gpu_kernels.timed("mine", layer, 1, copy_bandwidth=1e9)
@@ -198,17 +242,25 @@ def test_the_authors_names_of_flashinfer_are_those_of_today():
         BatchPrefillWithPagedKVCacheWrapper=Wrapper,
         append_paged_kv_cache=append,
         get_seq_lens=lambda indptr, last_len, page_size: (indptr, last_len, page_size),
-        get_batch_indices_positions=lambda append_indptr, lengths, count: ((append_indptr, count), lengths),
+        get_batch_indices_positions=lambda append_indptr, lengths, count: (
+            (append_indptr, count),
+            lengths,
+        ),
     )
     gpu_authors.adapt(library)
     Wrapper().plan("pages", head_dim=128)
-    library.append_paged_kv_cache([1, 2], [3, 4], "new", torch.zeros(1, 2, 64), "indices", "indptr", "last")
+    library.append_paged_kv_cache(
+        [1, 2], [3, 4], "new", torch.zeros(1, 2, 64), "indices", "indptr", "last"
+    )
     assert seen == [("pages", 128), (("new", 2), ("indptr", "last", 64), "indices", "last")]
 
 
 def test_a_process_that_does_not_end_is_ended(tmp_path):
     began = time.monotonic()
-    assert gpu_store.supervise([POINTS, str(tmp_path), "stuck", "first"], gpu_store.Store(tmp_path)) == gpu_store.DONE
+    assert (
+        gpu_store.supervise([POINTS, str(tmp_path), "stuck", "first"], gpu_store.Store(tmp_path))
+        == gpu_store.DONE
+    )
     assert time.monotonic() - began < 30
     assert gpu_store.Store(tmp_path).points("x")["first"]["ms"] == 1.0
 
@@ -219,9 +271,14 @@ def test_a_process_that_never_measures_is_not_started_for_ever(tmp_path):
 
 def test_the_end_of_the_machine_costs_one_point(tmp_path):
     """The program that watches is killed, and the one that it has started ends with it."""
-    code = "import sys; sys.path.insert(0, sys.argv[3]); import gpu_store as g; from pathlib import Path\n"
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[3]); import gpu_store as g; from pathlib import"
+        " Path\n"
+    )
     code += "g.supervise([sys.argv[1], sys.argv[2], 'hangs', 'last'], g.Store(Path(sys.argv[2])))"
-    watching = subprocess.Popen([sys.executable, "-c", code, POINTS, str(tmp_path), str(ROOT / "benchmarks")])
+    watching = subprocess.Popen(
+        [sys.executable, "-c", code, POINTS, str(tmp_path), str(ROOT / "benchmarks")]
+    )
     deadline = time.monotonic() + 30
     while not (tmp_path / "tried").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -232,12 +289,17 @@ def test_the_end_of_the_machine_costs_one_point(tmp_path):
     assert store.points("x") == {}
     assert store.noted()["key"] == "hangs"
     assert gpu_store.supervise([POINTS, str(tmp_path), "hangs", "last"], store) == gpu_store.DONE
-    assert store.points("x")["hangs"]["failed"] == "the machine or this program ended while it was measured"
+    assert (
+        store.points("x")["hangs"]["failed"]
+        == "the machine or this program ended while it was measured"
+    )
     assert tried(tmp_path) == ["hangs", "last"]
 
 
 def test_the_page_of_a_rehearsal_or_of_nothing_is_not_published(tmp_path, capsys):
-    (tmp_path / "machine.json").write_text(json.dumps({"device": "cpu", "torch": "2", "rehearsal": True}))
+    (tmp_path / "machine.json").write_text(
+        json.dumps({"device": "cpu", "torch": "2", "rehearsal": True})
+    )
     for folder in (tmp_path, tmp_path / "nowhere"):
         assert gpu._publish(gpu_store.Store(folder)) == 2
     assert capsys.readouterr().err.count("has no figures of a GPU") == 2
@@ -246,13 +308,20 @@ def test_the_page_of_a_rehearsal_or_of_nothing_is_not_published(tmp_path, capsys
 @pytest.mark.slow
 @pytest.mark.parametrize(("memory", "first"), [(139.8, 24), (79.1, 14)])
 def test_every_cell_fits_the_card(monkeypatch, memory, first):
-    """With the draft's cache, at the largest budget and gamma, by the check that a run has to pass."""
+    """With the draft's cache, at the largest budget and gamma, by the check that a run has to
+    pass.
+    """
     pytest.importorskip("triton")
     from magicdec.attention.cuda import triton_grid
     from magicdec.planning import fits
 
     num_bytes = int(memory * (1 << 30))
-    answers = {"is_available": True, "device_count": 1, "get_device_name": "H100", "get_device_capability": (9, 0)}
+    answers = {
+        "is_available": True,
+        "device_count": 1,
+        "get_device_name": "H100",
+        "get_device_capability": (9, 0),
+    }
     answers |= {"mem_get_info": (num_bytes, num_bytes), "memory_reserved": 0, "memory_allocated": 0}
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
@@ -295,7 +364,9 @@ def test_the_page_says_what_has_not_been_measured():
 
 
 def test_points_become_tables_and_a_calibration(monkeypatch, tmp_path):
-    """Times that the cost model has made give back its numbers. Nothing is written while a part is missing."""
+    """Times that the cost model has made give back its numbers. Nothing is written while a part is
+    missing.
+    """
     pytest.importorskip("scipy")
     monkeypatch.setattr(gpu_publish, "RESULTS", tmp_path)
     monkeypatch.setattr(gpu_publish, "CALIBRATED", tmp_path)
@@ -303,10 +374,23 @@ def test_points_become_tables_and_a_calibration(monkeypatch, tmp_path):
     machine = hardware_named("h200")
     steps, pair = {}, {}
     for batch, context, gamma in product((8, 24, 96), (4096, 32768), (2, 4)):
-        setup = Setup(architecture("llama-3.1-8b"), machine, batch, context, SelfSpeculation(), Streaming(budget=512))
+        setup = Setup(
+            architecture("llama-3.1-8b"),
+            machine,
+            batch,
+            context,
+            SelfSpeculation(),
+            Streaming(budget=512),
+        )
         found = round_times(setup, gamma)
         ms = {"target_decode": found.target, "draft": found.draft, "verify": found.verify}
-        point = {"batch": batch, "context": context, "budget": 512, "gamma": gamma, "round_ms": 1e3 * found.round_s}
+        point = {
+            "batch": batch,
+            "context": context,
+            "budget": 512,
+            "gamma": gamma,
+            "round_ms": 1e3 * found.round_s,
+        }
         point |= {f"{name}_ms": 1e3 * step.total for name, step in ms.items()}
         steps[f"{batch} {context} {gamma}"] = point | {
             "commit": "abc",
@@ -321,8 +405,14 @@ def test_points_become_tables_and_a_calibration(monkeypatch, tmp_path):
         "commit": "abc",
     }
     facts = {"device": "NVIDIA H200", "torch": "2.13", "commit": "abc"}
-    known = {"machine": facts, "steps": steps | {"lost": {"failed": "no end within 1 s"}}, "pair": pair}
-    with pytest.raises(UserError, match=r"--parts ceilings,profile,prefill,rounds,policies,attention$"):
+    known = {
+        "machine": facts,
+        "steps": steps | {"lost": {"failed": "no end within 1 s"}},
+        "pair": pair,
+    }
+    with pytest.raises(
+        UserError, match=r"--parts ceilings,profile,prefill,rounds,policies,attention$"
+    ):
         gpu_publish.publish(lambda part: known.get(part, {}))
     assert not list(tmp_path.iterdir())
     known |= {part: {"any": {"commit": "abc"}} for part in gpu_publish.SHOWN if part not in known}
@@ -333,7 +423,9 @@ def test_points_become_tables_and_a_calibration(monkeypatch, tmp_path):
     written = yaml.safe_load((tmp_path / "h200.yaml").read_text())
     assert (written["hardware"], written["stack"]) == ("h200", "magicdec")
     for name in ("bandwidth_fraction", "layer_overhead_us", "round_overhead_us"):
-        assert written["efficiency"][name] == pytest.approx(getattr(machine.efficiency, name), rel=0.05)
+        assert written["efficiency"][name] == pytest.approx(
+            getattr(machine.efficiency, name), rel=0.05
+        )
     errors = read_csv(tmp_path / "gpu-fit.csv")
     assert {row["case"] for row in errors} == {"fitted", "held back"}
     assert all(abs(row[step]) < 0.02 for row in errors for step in ("T_T", "T_D", "T_V", "round"))

@@ -21,7 +21,9 @@ def test_the_csv_file_is_what_the_program_predicts(rows, tmp_path):
     assert len(found) == len(known)
     for ours, theirs in zip(found, known, strict=True):
         for key, value in ours.items():
-            assert (pytest.approx(value, rel=1e-4) if isinstance(value, float) else value) == theirs[key]
+            assert (
+                pytest.approx(value, rel=1e-4) if isinstance(value, float) else value
+            ) == theirs[key]
 
 
 def test_speedups_are_the_published_lengths_over_the_steps_of_a_round(rows):
@@ -37,20 +39,28 @@ def test_speedups_are_the_published_lengths_over_the_steps_of_a_round(rows):
 
 
 def test_a_streaming_cache_gains_more_the_more_kv_there_is(rows):
-    by = {(row["draft"], row["cache"], *(row[key] for key in CELL)): row["needed_length"] for row in rows}
+    by = {
+        (row["draft"], row["cache"], *(row[key] for key in CELL)): row["needed_length"]
+        for row in rows
+    }
     cells = {tuple(row[key] for key in CELL) for row in rows}
     assert ("8xH100", 64, 32000) in cells
     assert ("H100", 64, 100000) not in cells, "which does not fit"
     for cell, draft in product(cells, ("DFlash", "P-EAGLE", "MTP")):
         assert by[draft, "streaming", *cell] <= by[draft, "full", *cell]
     for draft in ("DFlash", "P-EAGLE"):
-        gains = [by[draft, "full", "8xH100", 64, s] / by[draft, "streaming", "8xH100", 64, s] for s in (1000, 32000)]
+        gains = [
+            by[draft, "full", "8xH100", 64, s] / by[draft, "streaming", "8xH100", 64, s]
+            for s in (1000, 32000)
+        ]
         assert gains[0] < gains[1]
 
 
 def test_one_pass_over_one_layer_costs_what_a_step_of_a_head_costs():
     setup = heads.Setup(heads.TARGET, heads.hardware_named("h100", "magicdec"), 16, 4000)
-    single = heads.Head(layers=1, gamma=1, taps=heads.HeadConfig.like(heads.TARGET).num_taps, own_vocabulary=True)
+    single = heads.Head(
+        layers=1, gamma=1, taps=heads.HeadConfig.like(heads.TARGET).num_taps, own_vocabulary=True
+    )
     at, times = heads.parallel_times(setup, single, "full")
     assert times.round_s == pytest.approx(heads.round_times(at, 1).round_s)
     four = heads.parallel_times(setup, single._replace(layers=4), "full")[1]

@@ -1,4 +1,5 @@
-"""Caches against plain lists: whatever is appended, rolled back and committed, the right tokens are kept.
+"""Caches against plain lists: whatever is appended, rolled back and committed, the right tokens are
+kept.
 
 Every key carries its token's number, so that a test can read from a cache which tokens it holds.
 """
@@ -16,7 +17,9 @@ from magicdec.cache.window import WindowCache
 from magicdec.config.choices import CacheSpec
 from magicdec.models.kv_cache import KVCache
 
-CONFIG = ModelConfig(10, 8, 8, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=2, max_position_embeddings=4096)
+CONFIG = ModelConfig(
+    10, 8, 8, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=2, max_position_embeddings=4096
+)
 CONFIG_IN_CACHE = replace(CONFIG, head_dim=4)
 ROWS = 3
 
@@ -63,19 +66,31 @@ def test_kv_cache_against_lists(rounds):
 
 def streaming_view(tokens: list[int], budget: int, num_sink: int) -> set[int]:
     """Return the tokens that StreamingLLM keeps: the slow, obvious twin."""
-    return set(tokens) if len(tokens) <= budget else set(tokens[:num_sink] + tokens[num_sink - budget :])
+    return (
+        set(tokens)
+        if len(tokens) <= budget
+        else set(tokens[:num_sink] + tokens[num_sink - budget :])
+    )
 
 
 SIZES = {"budget": st.integers(3, 9), "num_sink": st.integers(0, 2), "gamma": st.integers(1, 4)}
-SIZES |= {"prompts": of_rows(1, 20), "chunk": st.integers(1, 12), "rounds": st.lists(of_rows(0, 5), max_size=5)}
+SIZES |= {
+    "prompts": of_rows(1, 20),
+    "chunk": st.integers(1, 12),
+    "rounds": st.lists(of_rows(0, 5), max_size=5),
+}
 
 
 @settings(max_examples=80)
 @given(**SIZES, exact=st.booleans())
 def test_streaming_against_lists(budget, num_sink, gamma, prompts, chunk, rounds, exact):
-    """Load from a target or prefill in chunks, then commit round by round: only sinks and window are kept."""
+    """Load from a target or prefill in chunks, then commit round by round: only sinks and window
+    are kept.
+    """
     spec = CacheSpec(Streaming(budget=budget, num_sink=num_sink), gamma, 64)
-    cache = (StreamingCache if num_sink else WindowCache).build(spec, CONFIG, ROWS, torch.float32, "cpu", None)
+    cache = (StreamingCache if num_sink else WindowCache).build(
+        spec, CONFIG, ROWS, torch.float32, "cpu", None
+    )
     target = KVCache(CONFIG, ROWS, 64, torch.float32, "cpu")
     sequences = [[100 * (row + 1) + i for i in range(64)] for row in range(ROWS)]
     lengths = torch.tensor(prompts, dtype=torch.int32)
@@ -116,16 +131,23 @@ def turned(key: list[float], position: int) -> list[float]:
 @settings(max_examples=30)
 @given(st.integers(1, 3), of_rows(1, 30), st.integers(1, 12), st.lists(of_rows(0, 4), max_size=6))
 def test_sinks_move_along_with_the_window(num_sink, prompts, chunk, rounds):
-    """After each chunk of a prefill and each round, sinks have the positions right before the window."""
+    """After each chunk of a prefill and each round, sinks have the positions right before the
+    window.
+    """
     spec = CacheSpec(Streaming(budget=7, num_sink=num_sink), 3, 64, in_cache_positions=True)
     cache = StreamingCache.build(spec, CONFIG_IN_CACHE, ROWS, torch.float32, "cpu", None)
-    own, lengths = torch.randn(64, 4, generator=torch.Generator().manual_seed(chunk)).tolist(), [0] * ROWS
+    own, lengths = (
+        torch.randn(64, 4, generator=torch.Generator().manual_seed(chunk)).tolist(),
+        [0] * ROWS,
+    )
 
     def append(view, num_new: int, counts: list[int]) -> list[int]:
         """Write new tokens at their positions, commit some of them, and look at the sinks."""
         positions = view.positions_BT(num_new)
         assert positions.tolist() == [list(range(n, n + num_new)) for n in lengths]
-        keys = torch.tensor([[turned(own[at % 64], at) for at in row] for row in positions.tolist()])
+        keys = torch.tensor(
+            [[turned(own[at % 64], at) for at in row] for row in positions.tolist()]
+        )
         for layer in range(CONFIG.num_layers):
             view.place(layer, view.slots_BT(num_new)).write(keys[:, :, None], keys[:, :, None])
         view.advance(num_new)
@@ -136,7 +158,9 @@ def test_sinks_move_along_with_the_window(num_sink, prompts, chunk, rounds):
         for row, length in enumerate(lengths):
             shift = max(0, length - 7)
             sinks = [turned(own[at], at + shift) for at in range(min(num_sink, length))]
-            torch.testing.assert_close(view.k_LBKSD[1, row, 0, : len(sinks)].tolist(), sinks, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(
+                view.k_LBKSD[1, row, 0, : len(sinks)].tolist(), sinks, atol=1e-4, rtol=1e-4
+            )
 
     view = cache.for_prefill(chunk)
     for start in range(0, max(prompts), chunk):

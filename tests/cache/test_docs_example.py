@@ -8,7 +8,9 @@ from tests.test_plugins import EXAMPLES
 def test_the_example_policy_is_lossless(monkeypatch):
     monkeypatch.setattr(POLICIES, "_entries", {name: POLICIES[name] for name in POLICIES})
     exec(EXAMPLES[0], {"__name__": "strided"})
-    batch = drafting("self", small_model(), [60, 9, 35], policy="strided", gamma=3, budget=12, recent=6)
+    batch = drafting(
+        "self", small_model(), [60, 9, 35], policy="strided", gamma=3, budget=12, recent=6
+    )
     assert batch.decoder.generate().tokens == batch.decoder.generate(batch.draft).tokens
     cache, target = batch.draft.cache, batch.decoder.cache
     batch.restart()

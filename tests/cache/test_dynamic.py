@@ -21,11 +21,16 @@ from magicdec.models.kv_cache import KVCache
 from tests.small import drafting, small_model
 
 L, B, K, H, D, S = 2, 2, 2, 4, 4, 70
-CONFIG = ModelConfig(10, 8, 8, num_layers=L, num_heads=H, num_kv_heads=K, head_dim=D, max_position_embeddings=4096)
+CONFIG = ModelConfig(
+    10, 8, 8, num_layers=L, num_heads=H, num_kv_heads=K, head_dim=D, max_position_embeddings=4096
+)
 HEADS = [(row, head) for row in range(B) for head in range(K)]
 COUNTS = st.lists(st.integers(0, 4), min_size=B, max_size=B)
 SIZES = {"budget": st.integers(4, 20), "gamma": st.integers(1, 3), "seed": st.integers(0, 99)}
-SIZES |= {"lengths": st.lists(st.integers(1, 50), min_size=B, max_size=B), "window": st.none() | st.integers(2, 40)}
+SIZES |= {
+    "lengths": st.lists(st.integers(1, 50), min_size=B, max_size=B),
+    "window": st.none() | st.integers(2, 40),
+}
 
 
 def random_target(lengths: list[int], generator: torch.Generator, window: int | None) -> KVCache:
@@ -47,15 +52,21 @@ def read(selected_BKN: torch.Tensor, row: int, head: int) -> list[int]:
 
 def choose(cache, layer: int, q_BTHD: torch.Tensor) -> torch.Tensor:
     attention, num_new = SdpaAttention(), q_BTHD.shape[1]
-    return cache.select(layer, q_BTHD, attention, cache.plan(attention, num_new, torch.float32)[layer])
+    return cache.select(
+        layer, q_BTHD, attention, cache.plan(attention, num_new, torch.float32)[layer]
+    )
 
 
 @settings(max_examples=40)
 @given(**SIZES, num_new=st.integers(1, 2))
-def test_topk_retains_more_attention_than_any_other_choice(budget, gamma, lengths, seed, window, num_new):
+def test_topk_retains_more_attention_than_any_other_choice(
+    budget, gamma, lengths, seed, window, num_new
+):
     generator = torch.Generator().manual_seed(seed)
     target = random_target(lengths, generator, window)
-    cache = TopKCache.build(CacheSpec(TopK(budget=budget), gamma, 56), target.config, B, torch.float32, "cpu", target)
+    cache = TopKCache.build(
+        CacheSpec(TopK(budget=budget), gamma, 56), target.config, B, torch.float32, "cpu", target
+    )
     cache.load(target)
     q = torch.randn(B, num_new, H, D, generator=generator)
     attention = SdpaAttention()
@@ -65,12 +76,16 @@ def test_topk_retains_more_attention_than_any_other_choice(budget, gamma, length
         mass, slots = scores[row, head], read(choose(cache, 1, q), row, head)
         assert len(slots) == min(budget, lengths[row])
         assert max(slots) < lengths[row]
-        others = sorted(set(range(lengths[row])) - set(slots))  # no exchange of one for one can gain anything
+        # No exchange of one for one can gain anything.
+        others = sorted(set(range(lengths[row])) - set(slots))
         assert not others or mass[slots].min() >= mass[others].max() - 1e-6
 
 
-def quest_reads(keys: list, queries: list, length: int, page_size: int, num_pages: int, window: int | None) -> set[int]:
-    """Bounds of every page feature by feature, shares of every query, and the last page in any case: the slow twin.
+def quest_reads(
+    keys: list, queries: list, length: int, page_size: int, num_pages: int, window: int | None
+) -> set[int]:
+    """Bounds of every page feature by feature, shares of every query, and the last page in any
+    case: the slow twin.
 
     Pages of nothing that the next token sees are no candidates.
     """
@@ -79,9 +94,13 @@ def quest_reads(keys: list, queries: list, length: int, page_size: int, num_page
     pages = [page for page in pages if page[-1] in seen]
     share = [0.0] * len(pages)
     for q in queries:
-        bounds = [sum(max(q[d] * keys[slot][d] for slot in page) for d in range(D)) for page in pages]
+        bounds = [
+            sum(max(q[d] * keys[slot][d] for slot in page) for d in range(D)) for page in pages
+        ]
         total = sum(math.exp(bound / D**0.5) for bound in bounds)
-        share = [s + math.exp(bound / D**0.5) / total for s, bound in zip(share, bounds, strict=True)]
+        share = [
+            s + math.exp(bound / D**0.5) / total for s, bound in zip(share, bounds, strict=True)
+        ]
     share[-1] = math.inf
     chosen = sorted(range(len(pages)), key=share.__getitem__, reverse=True)[:num_pages]
     return {slot for page in chosen for slot in pages[page] if slot in seen}
@@ -90,7 +109,9 @@ def quest_reads(keys: list, queries: list, length: int, page_size: int, num_page
 @settings(max_examples=40)
 @given(**SIZES, page_size=st.integers(1, 8), rounds=st.lists(COUNTS, max_size=4))
 def test_quest(budget, gamma, lengths, seed, window, page_size, rounds):
-    """After the prefill, and after rounds that commit some of what was verified, and write others over the rest."""
+    """After the prefill, and after rounds that commit some of what was verified, and write others
+    over the rest.
+    """
     generator = torch.Generator().manual_seed(seed)
     target = random_target(lengths, generator, window)
     spec = CacheSpec(Quest(budget=budget, page_size=page_size), gamma, 66)
@@ -108,7 +129,9 @@ def test_quest(budget, gamma, lengths, seed, window, page_size, rounds):
                 expected = torch.stack([getattr(page, name)(0) for page in pages])
                 assert torch.equal(bounds[1, row, head, : len(pages)], expected)
             slots = read(choose(cache, 1, q), row, head)
-            assert set(slots) == quest_reads(keys.tolist(), queries, lengths[row], size, budget // size, window)
+            assert set(slots) == quest_reads(
+                keys.tolist(), queries, lengths[row], size, budget // size, window
+            )
             assert len(slots) <= budget
             keys[lengths[row] :].normal_(generator=generator)
 
@@ -139,7 +162,9 @@ def test_verify_guided(budget, gamma, lengths, seed, window, counts):
 
 
 def test_verify_guided_is_refreshed_every_so_many_rounds():
-    batch = drafting("self", small_model(), [60], policy="verify_guided", gamma=2, budget=16, refresh=3)
+    batch = drafting(
+        "self", small_model(), [60], policy="verify_guided", gamma=2, budget=16, refresh=3
+    )
     batch.restart()
     step, cache, chosen = batch.decoder.cycle_for(batch.draft), batch.draft.cache, []
     for _ in range(7):
@@ -150,9 +175,13 @@ def test_verify_guided_is_refreshed_every_so_many_rounds():
 
 
 def test_verify_guided_observes_the_layers_of_a_draft_that_skips_others():
-    """Two of five layers draft; the verification passes through all of them and gives the baseline's tokens."""
+    """Two of five layers draft; the verification passes through all of them and gives the
+    baseline's tokens.
+    """
     target = small_model(num_layers=5)
-    batch = drafting("layer_skip", target, [60, 45], policy="verify_guided", num_layers=2, gamma=2, budget=16)
+    batch = drafting(
+        "layer_skip", target, [60, 45], policy="verify_guided", num_layers=2, gamma=2, budget=16
+    )
     assert batch.decoder.generate(batch.draft).tokens == batch.decoder.generate().tokens
 
 
@@ -171,6 +200,10 @@ def test_a_selection_is_that_of_one_draft_step(policy, monkeypatch):
     batch = drafting("self", small_model(), [40, 9], policy=policy, gamma=2, budget=16)
     batch.restart()
     chosen, cache = [], batch.draft.cache
-    monkeypatch.setattr(cache, "select", lambda layer, q_BTHD, *_: chosen.append((layer, q_BTHD.shape)))
+    monkeypatch.setattr(
+        cache, "select", lambda layer, q_BTHD, *_: chosen.append((layer, q_BTHD.shape))
+    )
     batch.draft.selection(batch.decoder.state).run()
-    assert chosen == [(layer, (2, 1, cache.config.num_heads, cache.config.head_dim)) for layer in range(2)]
+    assert chosen == [
+        (layer, (2, 1, cache.config.num_heads, cache.config.head_dim)) for layer in range(2)
+    ]

@@ -1,4 +1,6 @@
-"""The facts of every policy against what its cache really allocates, counted as PyTorch hands it out."""
+"""The facts of every policy against what its cache really allocates, counted as PyTorch hands it
+out.
+"""
 
 import pytest
 import torch
@@ -16,23 +18,37 @@ from magicdec.measure.footprint import Allocations
 from magicdec.models.kv_cache import KVCache
 from tests.small import cache_config
 
-SIZES = {"num_layers": 4, "num_heads": 8, "num_kv_heads": 2, "head_dim": 16, "max_position_embeddings": 4096}
+SIZES = {
+    "num_layers": 4,
+    "num_heads": 8,
+    "num_kv_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 4096,
+}
 TARGET = ModelConfig(100, 64, 160, **SIZES, sliding_window=50, sliding_layers=(0, 3))
-SMALLER = ModelConfig(100, 64, 160, num_layers=3, num_heads=4, num_kv_heads=4, head_dim=8, max_position_embeddings=512)
+SMALLER = ModelConfig(
+    100, 64, 160, num_layers=3, num_heads=4, num_kv_heads=4, head_dim=8, max_position_embeddings=512
+)
 ROWS, GAMMA, CONTEXT, NEW_TOKENS = 2, 3, 1000, 24
 SETTINGS = {"num_sink": 4, "observation_window": 16, "page_size": 8, "bits": 4, "group_size": 16}
 LENGTHS = 64  # bytes of a row's lengths, which no fact counts, in each cache of a layer
 CONFIGS = {"self": SelfSpeculation(), "layer_skip": LayerSkip(num_layers=2)}
 CONFIGS["model"] = IndependentModel(model=ModelChoice("smaller", architecture=SMALLER))
-CASES = [(d, p) for p in POLICIES for d in CONFIGS if d != "model" or not POLICIES[p].facts.needs_target]
+CASES = [
+    (d, p) for p in POLICIES for d in CONFIGS if d != "model" or not POLICIES[p].facts.needs_target
+]
 
 
 def case(draft: str, policy: str, budget: int) -> tuple[Setup, CacheSpec, KVCache | None]:
-    """A setup, what its draft's cache is asked for, and the target's entries where the draft uses them."""
+    """A setup, what its draft's cache is asked for, and the target's entries where the draft uses
+    them.
+    """
     machine = hardware_named("h100")
     cache = cache_config(policy, budget=budget, **SETTINGS)
     setup = Setup(TARGET, machine, ROWS, CONTEXT, CONFIGS[draft], cache, element_bytes=4)
-    spec = CacheSpec(cache, GAMMA, CONTEXT + NEW_TOKENS, setup.draft_model.max_position_embeddings < CONTEXT)
+    spec = CacheSpec(
+        cache, GAMMA, CONTEXT + NEW_TOKENS, setup.draft_model.max_position_embeddings < CONTEXT
+    )
     whole = KVCache(TARGET, ROWS, CONTEXT + NEW_TOKENS + GAMMA + 1, torch.float32, "meta")
     return setup, spec, None if draft == "model" else whole
 

@@ -24,12 +24,16 @@ def coded(x, bits, group_size, along):
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize(
-    ("along", "group_size"), [(FEATURES, 4), (FEATURES, 8), (FEATURES, 32), (TOKENS, 3), (TOKENS, 9)]
+    ("along", "group_size"),
+    [(FEATURES, 4), (FEATURES, 8), (FEATURES, 32), (TOKENS, 3), (TOKENS, 9)],
 )
 def test_every_number_is_within_half_a_step(bits, along, group_size):
     x = torch.randn(1, 2, 2, 9, 8) * 3
     size = min(group_size, 8) if along == FEATURES else group_size
-    groups = [y.transpose(-2, -1) if along == TOKENS else y for y in (x[0], coded(x, bits, group_size, along))]
+    groups = [
+        y.transpose(-2, -1) if along == TOKENS else y
+        for y in (x[0], coded(x, bits, group_size, along))
+    ]
     for row, decoded in zip(*(y.reshape(-1, size) for y in groups), strict=True):
         step = (row.max() - row.min()) / (2**bits - 1)
         assert (decoded - row).abs().max() <= 0.5 * step + 0.01 * row.abs().max()
@@ -37,7 +41,9 @@ def test_every_number_is_within_half_a_step(bits, along, group_size):
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_scale_that_half_precision_rounds_down_overflows_no_code(bits):
-    """The least and the largest of 16 numbers so small that their scale loses most of its digits."""
+    """The least and the largest of 16 numbers so small that their scale loses most of its
+    digits.
+    """
     x = torch.linspace(0, 1.45, 16).roll(5).view(1, 1, 1, 2, 8) * 2**bits * 2**-24
     assert (coded(x, bits, 8, FEATURES) - x[0]).abs().max() < 0.5 * x.max()
 
@@ -48,7 +54,9 @@ def test_equal_numbers_stay_what_they_are():
 
 
 def test_encoding_units_as_they_complete_gives_what_encoding_all_gives():
-    """Rows that begin at different places, of several units, and the last slots, which the entries do not have."""
+    """Rows that begin at different places, of several units, and the last slots, which the entries
+    do not have.
+    """
     x = torch.randn(2, 3, 2, 62, 8)
     for along in (TOKENS, FEATURES):
         whole, updated = (Codes((*x.shape[:3], 64, 8), 4, 4, along, "cpu") for _ in range(2))
@@ -65,7 +73,9 @@ def test_encoding_units_as_they_complete_gives_what_encoding_all_gives():
 
 @pytest.mark.parametrize("taken", [[0, 0], [2, 3]])
 def test_old_entries_are_read_from_codes_and_recent_ones_exactly(taken):
-    """Old entries are overwritten in the target after they were encoded: only recent ones may show it."""
+    """Old entries are overwritten in the target after they were encoded: only recent ones may show
+    it.
+    """
     lengths = torch.tensor([30, 7], dtype=torch.int32)
     target = KVCache(CONFIG, 2, 40, torch.float32, "cpu")
     target.k_LBKSD.normal_()
@@ -92,14 +102,17 @@ def test_old_entries_are_read_from_codes_and_recent_ones_exactly(taken):
 @pytest.mark.parametrize("budget", [1, 16])
 @pytest.mark.parametrize("group_size", [3, 8, 12, 16, 20, 24, 32])
 def test_what_is_read_as_codes_was_encoded(group_size, budget):
-    """Groups that divide the slots that are encoded at a time, and groups that do not: after each round the codes that
-    are read are those of a cache that was encoded as a whole."""
+    """Groups that divide the slots that are encoded at a time, and groups that do not: after each
+    round the codes that are read are those of a cache that was encoded as a whole.
+    """
     target = KVCache(CONFIG, 2, 200, torch.float32, "cpu")
     target.k_LBKSD.normal_()
     target.v_LBKSD.normal_()
     target.rollback(torch.tensor([37, 5], dtype=torch.int32))
     spec = CacheSpec(Quantized(budget=budget, bits=8, group_size=group_size), 3, 200)
-    cache, whole = (QuantizedCache.build(spec, CONFIG, 2, torch.float32, "cpu", target) for _ in range(2))
+    cache, whole = (
+        QuantizedCache.build(spec, CONFIG, 2, torch.float32, "cpu", target) for _ in range(2)
+    )
     cache.load(target)
     attention, read = SdpaAttention(), 0
     for count in [4, 1, 3, 0, 2] * 9:
@@ -113,7 +126,9 @@ def test_what_is_read_as_codes_was_encoded(group_size, budget):
         whole.load(target)
         for each in (cache, whole):
             each.plan(attention, 1, torch.float32)
-        ours, theirs = (each.coded(1).mixed(each.k_LBKSD[1], each.v_LBKSD[1]) for each in (cache, whole))
+        ours, theirs = (
+            each.coded(1).mixed(each.k_LBKSD[1], each.v_LBKSD[1]) for each in (cache, whole)
+        )
         for mine, right in zip(ours, theirs, strict=True):
             for row, length in enumerate(new_B):
                 assert torch.equal(mine[row, :, :length], right[row, :, :length])
@@ -125,7 +140,9 @@ def test_what_is_read_as_codes_was_encoded(group_size, budget):
 @torch.inference_mode()
 @pytest.mark.parametrize("head_dim", [8, 64])
 def test_a_pass_over_codes_in_cpp(head_dim):
-    """All layers in one call where the kernel reads the codes, and one after another where it does not."""
+    """All layers in one call where the kernel reads the codes, and one after another where it does
+    not.
+    """
     model, found = small_model(head_dim=head_dim), []
     target = KVCache(model.config, 2, 120, torch.float32, "cpu")
     target.k_LBKSD.normal_()
@@ -138,6 +155,6 @@ def test_a_pass_over_codes_in_cpp(head_dim):
         cache.load(target)
         found.append(model(torch.tensor([[1], [2]]), cache))
     difference = (found[1] - found[0]).square().mean().sqrt() / found[0].square().mean().sqrt()
-    # The kernel rounds queries and weights to 8 bits: of 400 seeds, the median is 0.019 and the largest 0.076.
-    # It does not read the codes of a head dim of 8: the largest is 1.5e-6.
+    # The kernel rounds queries and weights to 8 bits: of 400 seeds, the median is 0.019 and the
+    # largest 0.076. It does not read the codes of a head dim of 8: the largest is 1.5e-6.
     assert difference < (0.15 if head_dim == 64 else 1e-5)

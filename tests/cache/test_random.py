@@ -1,4 +1,6 @@
-"""The random policy against its definition: what must be kept is, the rest is drawn, and nothing else has a say."""
+"""The random policy against its definition: what must be kept is, the rest is drawn, and nothing
+else has a say.
+"""
 
 import torch
 from hypothesis import given, settings
@@ -30,7 +32,9 @@ def kept(cache: KVCache, layer: int, row: int) -> set[int]:
 
 @settings(max_examples=100)
 @given(st.integers(4, 30), st.integers(1, 3), st.integers(0, 6), st.integers(1, 12), LENGTHS)
-def test_sinks_and_recent_tokens_are_kept_and_the_budget_is_filled(budget, gamma, num_sink, recent, lengths):
+def test_sinks_and_recent_tokens_are_kept_and_the_budget_is_filled(
+    budget, gamma, num_sink, recent, lengths
+):
     cache = loaded(lengths, gamma=gamma, budget=budget, num_sink=num_sink, recent=recent)
     window = min(budget, max(min(recent, (budget + 1) // 2), gamma + 1))
     for layer in range(L):
@@ -43,7 +47,9 @@ def test_sinks_and_recent_tokens_are_kept_and_the_budget_is_filled(budget, gamma
 
 
 def test_every_other_token_is_kept_as_often_as_any():
-    """Over many sequences: 50 tokens, of which 2 and 6 are always kept, and 8 of the other 42 are drawn."""
+    """Over many sequences: 50 tokens, of which 2 and 6 are always kept, and 8 of the other 42 are
+    drawn.
+    """
     counts, draws = torch.zeros(S), 0
     for sequence in range(0, 300, B):
         cache = loaded([50] * B, sequence, budget=16, num_sink=2, recent=6)
@@ -60,8 +66,11 @@ def test_a_draw_depends_on_seed_sequence_and_layer_alone():
     keys = {"budget": 16, "num_sink": 2, "recent": 6}
     drawn = loaded([50, 40], 4, **keys)
     assert torch.equal(drawn.k_LBKSD, loaded([50, 40], 4, **keys).k_LBKSD)
-    moved = loaded([40, 33], 5, **keys)  # the second row's sequence, now in the first row, with another neighbour
-    assert [kept(moved, layer, 0) for layer in range(L)] == [kept(drawn, layer, 1) for layer in range(L)]
+    # The second row's sequence, now in the first row, with another neighbour.
+    moved = loaded([40, 33], 5, **keys)
+    assert [kept(moved, layer, 0) for layer in range(L)] == [
+        kept(drawn, layer, 1) for layer in range(L)
+    ]
     alike = loaded([50, 50], 4, **keys)
     assert kept(alike, 0, 0) != kept(alike, 0, 1)
     assert kept(alike, 0, 0) != kept(alike, 1, 0)
@@ -70,7 +79,10 @@ def test_a_draw_depends_on_seed_sequence_and_layer_alone():
 
 def test_proposals_accepted_are_those_of_a_batch_of_its_own():
     """The third sequence of a run, next to others and alone."""
-    prompts, keys = random_prompts([60, 71, 66]), {"policy": "random", "budget": 24, "num_sink": 2, "gamma": 3}
+    prompts, keys = (
+        random_prompts([60, 71, 66]),
+        {"policy": "random", "budget": 24, "num_sink": 2, "gamma": 3},
+    )
     together = open_batch(TARGET, prompts, draft_name="self", **keys)
     fast = together.decoder.generate(together.draft)
     engine = new_engine(TARGET, draft_name="self", **keys)

@@ -1,6 +1,8 @@
-"""Policies that choose by attention, against lists: for given scores, exactly these tokens are kept.
+"""Policies that choose by attention, against lists: for given scores, exactly these tokens are
+kept.
 
-Every key carries its token's number, so that a test can read from a cache which tokens each KV head holds.
+Every key carries its token's number, so that a test can read from a cache which tokens each KV head
+holds.
 """
 
 import itertools
@@ -20,7 +22,9 @@ from magicdec.models.kv_cache import KVCache
 from tests.small import random_prompts, small_model
 
 L, B, K, S = 3, 2, 2, 60
-CONFIG = ModelConfig(10, 8, 8, num_layers=L, num_heads=4, num_kv_heads=K, head_dim=2, max_position_embeddings=4096)
+CONFIG = ModelConfig(
+    10, 8, 8, num_layers=L, num_heads=4, num_kv_heads=K, head_dim=2, max_position_embeddings=4096
+)
 
 
 def filled(lengths: list[int]) -> KVCache:
@@ -34,7 +38,10 @@ def filled(lengths: list[int]) -> KVCache:
 
 def held(cache: KVCache, layer: int, row: int, head: int) -> list[int]:
     count = int(cache.seqlens_B[row])
-    keys, values = cache.k_LBKSD[layer, row, head, :count, 0], cache.v_LBKSD[layer, row, head, :count, 0]
+    keys, values = (
+        cache.k_LBKSD[layer, row, head, :count, 0],
+        cache.v_LBKSD[layer, row, head, :count, 0],
+    )
     assert torch.equal(keys, -values)
     return [int(x) for x in keys]
 
@@ -55,10 +62,16 @@ def pooled(scores: list[float], kernel: int) -> list[float]:
 
 
 def snapkv_keeps(
-    scores: list[float], prompt: int, length: int, budget: int, window: int, kernel: int, first: int = 0
+    scores: list[float],
+    prompt: int,
+    length: int,
+    budget: int,
+    window: int,
+    kernel: int,
+    first: int = 0,
 ) -> set[int]:
-    """SnapKV, the slow and obvious way. A row that fitted at first keeps its first tokens. Tokens before the `first`
-    that is seen come last.
+    """SnapKV, the slow and obvious way. A row that fitted at first keeps its first tokens. Tokens
+    before the `first` that is seen come last.
     """
     if length <= budget:
         return set(range(length))
@@ -71,22 +84,32 @@ def snapkv_keeps(
 
 
 def equally_good(got: list[int], expected: set[int], scores: list[float], kernel: int) -> bool:
-    """The same tokens, or others with the same pooled scores: near its end a short prefix has ties."""
+    """The same tokens, or others with the same pooled scores: near its end a short prefix has
+    ties.
+    """
     means = pooled(scores, kernel)
     other, missed = set(got) - expected, expected - set(got)
-    return len(got) == len(expected) and abs(sum(means[t] for t in other) - sum(means[t] for t in missed)) < 1e-5
+    return (
+        len(got) == len(expected)
+        and abs(sum(means[t] for t in other) - sum(means[t] for t in missed)) < 1e-5
+    )
 
 
 COUNTS = st.lists(st.integers(0, 4), min_size=B, max_size=B)
 CASES = {"budget": st.integers(4, 20), "gamma": st.integers(1, 3), "seed": st.integers(0, 99)}
-CASES |= {"prompts": st.lists(st.integers(1, 40), min_size=B, max_size=B), "rounds": st.lists(COUNTS, max_size=4)}
+CASES |= {
+    "prompts": st.lists(st.integers(1, 40), min_size=B, max_size=B),
+    "rounds": st.lists(COUNTS, max_size=4),
+}
 OBSERVED = CASES | {"observation_window": st.integers(1, 12), "kernel": st.sampled_from([1, 3, 5])}
 
 
 @settings(max_examples=60)
 @given(**OBSERVED)
 def test_snapkv(budget, gamma, prompts, rounds, observation_window, kernel, seed):
-    spec = CacheSpec(SnapKV(budget=budget, observation_window=observation_window, kernel=kernel), gamma, 58)
+    spec = CacheSpec(
+        SnapKV(budget=budget, observation_window=observation_window, kernel=kernel), gamma, 58
+    )
     scores = torch.rand(L, B, K, S, generator=torch.Generator().manual_seed(seed))
     target, cache = filled(prompts), SnapKVCache.build(spec, CONFIG, B, torch.float32, "cpu", None)
     cache.load(target, scores)
@@ -96,25 +119,40 @@ def test_snapkv(budget, gamma, prompts, rounds, observation_window, kernel, seed
         counts = torch.tensor([min(c, gamma + 1) for c in counts], dtype=torch.int32)
         cache.take(target, cache.length_B, counts, gamma + 1)
         lengths = [n + c for n, c in zip(lengths, counts.tolist(), strict=True)]
-        for layer, row, head in torch.cartesian_prod(torch.arange(L), torch.arange(B), torch.arange(K)).tolist():
+        for layer, row, head in torch.cartesian_prod(
+            torch.arange(L), torch.arange(B), torch.arange(K)
+        ).tolist():
             own = scores[layer, row, head].tolist()
             expected = snapkv_keeps(own, prompts[row], lengths[row], budget, window, kernel)
             got = held(cache, layer, row, head)
-            assert equally_good(got, expected, own[: max(0, prompts[row] - window)] + [0.0] * S, kernel)
+            assert equally_good(
+                got, expected, own[: max(0, prompts[row] - window)] + [0.0] * S, kernel
+            )
 
 
 @settings(max_examples=40)
 @given(**OBSERVED)
-def test_pyramidkv_is_snapkv_with_a_budget_per_layer(budget, gamma, prompts, rounds, observation_window, kernel, seed):
-    spec = CacheSpec(PyramidKV(budget=budget, observation_window=observation_window, kernel=kernel, beta=4), gamma, 58)
+def test_pyramidkv_is_snapkv_with_a_budget_per_layer(
+    budget, gamma, prompts, rounds, observation_window, kernel, seed
+):
+    spec = CacheSpec(
+        PyramidKV(budget=budget, observation_window=observation_window, kernel=kernel, beta=4),
+        gamma,
+        58,
+    )
     scores = torch.rand(L, B, K, S, generator=torch.Generator().manual_seed(seed))
-    target, cache = filled(prompts), PyramidKVCache.build(spec, CONFIG, B, torch.float32, "cpu", None)
+    target, cache = (
+        filled(prompts),
+        PyramidKVCache.build(spec, CONFIG, B, torch.float32, "cpu", None),
+    )
     cache.load(target, scores)
     window = cache.settings.window(spec)
     assert window == min(max(min(observation_window, (budget + 1) // 2), gamma + 1), budget)
     budgets = cache.settings.budgets(spec, L)
     assert [level.budget for level in cache.levels] == budgets
-    for layer, row, head in torch.cartesian_prod(torch.arange(L), torch.arange(B), torch.arange(K)).tolist():
+    for layer, row, head in torch.cartesian_prod(
+        torch.arange(L), torch.arange(B), torch.arange(K)
+    ).tolist():
         own = scores[layer, row, head].tolist()
         expected = snapkv_keeps(own, prompts[row], prompts[row], budgets[layer], window, kernel)
         got = held(cache.levels[layer], 0, row, head)
@@ -123,7 +161,9 @@ def test_pyramidkv_is_snapkv_with_a_budget_per_layer(budget, gamma, prompts, rou
 
 
 def published(budget: int, window: int, beta: int, length: int, num_layers: int) -> list[int]:
-    """PyramidKV's chosen entries by layer, as its code has them: steps rounded down, so that they add up to more."""
+    """PyramidKV's chosen entries by layer, as its code has them: steps rounded down, so that they
+    add up to more.
+    """
     mean, room = budget - window, length - window
     if length < budget:
         return [room] * num_layers
@@ -138,7 +178,9 @@ def published(budget: int, window: int, beta: int, length: int, num_layers: int)
 @settings(max_examples=200)
 @given(st.integers(8, 500), st.integers(8, 1200), st.integers(2, 80), st.integers(1, 40))
 def test_pyramid_budgets_are_the_published_ones_and_add_up(budget, length, num_layers, beta):
-    """Within the rounding of their steps; theirs of everything is ours of no more than everything."""
+    """Within the rounding of their steps; theirs of everything is ours of no more than
+    everything.
+    """
     cache = PyramidKV(budget=budget, observation_window=8, beta=beta)
     spec = CacheSpec(cache, 3, length)
     window = cache.window(spec)
@@ -153,8 +195,8 @@ def test_pyramid_budgets_are_the_published_ones_and_add_up(budget, length, num_l
 @settings(max_examples=60)
 @given(sliding=st.integers(2, 30), **CASES)
 def test_h2o(budget, gamma, prompts, rounds, sliding, seed):
-    """Accumulated scores by token, and evictions one at a time. In the layer with a sliding window, what it has left
-    behind is evicted first, in any order.
+    """Accumulated scores by token, and evictions one at a time. In the layer with a sliding window,
+    what it has left behind is evicted first, in any order.
     """
     generator = torch.Generator().manual_seed(seed)
     spec = CacheSpec(H2O(budget=budget), gamma, 58)
@@ -176,7 +218,9 @@ def test_h2o(budget, gamma, prompts, rounds, sliding, seed):
     for counts in rounds:
         before = {at: held(cache, *at) for at in map(tuple, heads)}
         propose(cache, lengths, gamma)
-        cache.step_scores_GLBKC.copy_(torch.rand(cache.step_scores_GLBKC.shape, generator=generator))
+        cache.step_scores_GLBKC.copy_(
+            torch.rand(cache.step_scores_GLBKC.shape, generator=generator)
+        )
         steps = cache.step_scores_GLBKC.clone()
         counts = [min(c, gamma + 1) for c in counts]
         cache.take(target, cache.length_B, torch.tensor(counts, dtype=torch.int32), gamma + 1)
@@ -196,14 +240,22 @@ def test_h2o(budget, gamma, prompts, rounds, sliding, seed):
             assert len(now) == len(set(now)) == len(mine)
             assert sorted(t for t in now if t >= first) == sorted(t for t in mine if t >= first)
             got = dict(zip(now, cache.scores_LBKC[layer, row, head].tolist(), strict=False))
-            assert all(abs(got[token] - value) < 1e-4 for token, value in mine.items() if token >= first)
+            assert all(
+                abs(got[token] - value) < 1e-4 for token, value in mine.items() if token >= first
+            )
         lengths = [n + c for n, c in zip(lengths, counts, strict=True)]
 
 
 @settings(max_examples=15)
-@given(lengths=st.lists(st.integers(1, 90), min_size=1, max_size=3), last=st.integers(1, 100), seed=st.integers(0, 9))
+@given(
+    lengths=st.lists(st.integers(1, 90), min_size=1, max_size=3),
+    last=st.integers(1, 100),
+    seed=st.integers(0, 9),
+)
 def test_the_scoring_pass_sees_what_a_whole_prefill_would(lengths, last, seed):
-    """Replayed in chunks over the filled cache, against the attention of one pass over everything."""
+    """Replayed in chunks over the filled cache, against the attention of one pass over
+    everything.
+    """
     model, prompts = small_model(seed), random_prompts(lengths, seed)
     longest, rows = max(lengths), len(lengths)
     tokens = torch.tensor([p + [0] * (longest - len(p)) for p in prompts])
@@ -212,7 +264,9 @@ def test_the_scoring_pass_sees_what_a_whole_prefill_would(lengths, last, seed):
 
     class Recorder(KVCache):
         def attend(self, layer, q_BTHD, attention, plan):
-            out, scores = attention.attend_scored(q_BTHD, self.k_LBKSD[layer], self.v_LBKSD[layer], plan, counted)
+            out, scores = attention.attend_scored(
+                q_BTHD, self.k_LBKSD[layer], self.v_LBKSD[layer], plan, counted
+            )
             seen.append(scores)
             return out
 

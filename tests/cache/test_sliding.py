@@ -1,6 +1,8 @@
-"""A model's sliding window in every cache policy: what a token sees is read from the attention itself.
+"""A model's sliding window in every cache policy: what a token sees is read from the attention
+itself.
 
-Values are one-hot at their token's position and queries are zero: the output names the tokens that were seen.
+Values are one-hot at their token's position and queries are zero: the output names the tokens that
+were seen.
 """
 
 import pytest
@@ -30,7 +32,11 @@ def of_rows(least: int, most: int) -> st.SearchStrategy[list[int]]:
     return st.lists(st.integers(least, most), min_size=B, max_size=B)
 
 
-SIZES = {"window": st.integers(1, 24), "budget": st.integers(GAMMA + 2, 24), "lengths": of_rows(1, 40)}
+SIZES = {
+    "window": st.integers(1, 24),
+    "budget": st.integers(GAMMA + 2, 24),
+    "lengths": of_rows(1, 40),
+}
 SIZES |= {"seed": st.integers(0, 99)}
 
 
@@ -41,7 +47,13 @@ def one_hot(positions_BT: torch.Tensor) -> torch.Tensor:
 
 def filled(window: int, lengths: list[int], generator: torch.Generator) -> KVCache:
     """A target's cache with an entry in every slot."""
-    sizes = {"num_layers": L, "num_heads": H, "num_kv_heads": K, "head_dim": S, "max_position_embeddings": 4096}
+    sizes = {
+        "num_layers": L,
+        "num_heads": H,
+        "num_kv_heads": K,
+        "head_dim": S,
+        "max_position_embeddings": 4096,
+    }
     config = ModelConfig(10, 8, 8, **sizes, sliding_window=window, sliding_layers=SLIDING)
     target = KVCache(config, B, S, torch.float32, "cpu")
     target.k_LBKSD.normal_(generator=generator)
@@ -51,9 +63,17 @@ def filled(window: int, lengths: list[int], generator: torch.Generator) -> KVCac
 
 
 def append(cache: DraftCache, num_new: int, layer: int, generator: torch.Generator) -> torch.Tensor:
-    """Write new entries of one layer and attend: the attention (B, T, K, S) that tokens receive, by position."""
-    attention, slots_BT, positions_BT = SdpaAttention(), cache.slots_BT(num_new), cache.positions_BT(num_new)
-    cache.place(layer, slots_BT).write(torch.randn(B, num_new, K, S, generator=generator), one_hot(positions_BT))
+    """Write new entries of one layer and attend: the attention (B, T, K, S) that tokens receive, by
+    position.
+    """
+    attention, slots_BT, positions_BT = (
+        SdpaAttention(),
+        cache.slots_BT(num_new),
+        cache.positions_BT(num_new),
+    )
+    cache.place(layer, slots_BT).write(
+        torch.randn(B, num_new, K, S, generator=generator), one_hot(positions_BT)
+    )
     plan = cache.plan(attention, num_new, torch.float32)[layer]
     return cache.attend(layer, torch.zeros(B, num_new, H, S), attention, plan)[:, :, :: H // K]
 
@@ -66,8 +86,12 @@ def held(cache: DraftCache, layer: int, row: int, head: int, num_new: int) -> se
     return set(cache.v_LBKSD[layer, row, head, :count].argmax(-1).tolist())
 
 
-def check(cache: DraftCache, seen_BTKS: torch.Tensor, layer: int, own: list[int], window: int) -> None:
-    """Each new token sees of what its head holds that within the window; a dynamic policy reads some of that."""
+def check(
+    cache: DraftCache, seen_BTKS: torch.Tensor, layer: int, own: list[int], window: int
+) -> None:
+    """Each new token sees of what its head holds that within the window; a dynamic policy reads
+    some of that.
+    """
     num_new, span = seen_BTKS.shape[1], window if layer in SLIDING else S
     for row, head in HEADS:
         tokens = held(cache, layer, row, head, num_new)
@@ -83,15 +107,21 @@ def check(cache: DraftCache, seen_BTKS: torch.Tensor, layer: int, own: list[int]
 @pytest.mark.parametrize(("policy", "exact"), [(p, e) for p in POLICIES for e in (True, False)])
 @settings(max_examples=25)
 @given(**SIZES, num_sink=st.integers(0, 2), rounds=st.lists(of_rows(0, 3), min_size=1, max_size=4))
-def test_a_token_sees_what_is_held_within_its_window(policy, exact, window, budget, num_sink, lengths, rounds, seed):
+def test_a_token_sees_what_is_held_within_its_window(
+    policy, exact, window, budget, num_sink, lengths, rounds, seed
+):
     """Committed from the target's cache, or (`exact` false) from the draft's own."""
     if not exact and issubclass(POLICIES[policy].work, FullCache):
         return  # there is nothing to move
     generator = torch.Generator().manual_seed(seed)
-    settings = cache_config(policy, budget=budget, num_sink=num_sink, observation_window=6, page_size=4)
+    settings = cache_config(
+        policy, budget=budget, num_sink=num_sink, observation_window=6, page_size=4
+    )
     spec = CacheSpec(settings, GAMMA, MAX_LEN)
     target = filled(window, lengths, generator)
-    cache = POLICIES[policy].work.build(spec, target.config, B, torch.float32, "cpu", target if exact else None)
+    cache = POLICIES[policy].work.build(
+        spec, target.config, B, torch.float32, "cpu", target if exact else None
+    )
     cache.load(target, torch.rand(L, B, K, S, generator=generator))
     for counts in rounds:
         own = list(lengths)
@@ -100,7 +130,9 @@ def test_a_token_sees_what_is_held_within_its_window(policy, exact, window, budg
                 check(cache, append(cache, num_new, layer, generator), layer, own, window)
             cache.advance(num_new)
             own = [n + num_new for n in own]
-        source, first_B = (target, cache.length_B) if exact else (cache, cache.committed_slots_B.clone())
+        source, first_B = (
+            (target, cache.length_B) if exact else (cache, cache.committed_slots_B.clone())
+        )
         cache.take(source, first_B, torch.tensor(counts, dtype=torch.int32), GAMMA + 1)
         lengths = [n + c for n, c in zip(lengths, counts, strict=True)]
 
@@ -109,9 +141,13 @@ def test_a_token_sees_what_is_held_within_its_window(policy, exact, window, budg
 @settings(max_examples=25)
 @given(**SIZES)
 def test_no_entry_is_chosen_that_is_out_of_sight(policy, window, budget, lengths, seed):
-    """A draft sees all that its target sees where the budget suffices, or else as much as the budget allows."""
+    """A draft sees all that its target sees where the budget suffices, or else as much as the
+    budget allows.
+    """
     generator = torch.Generator().manual_seed(seed)
-    spec = CacheSpec(cache_config(policy, budget=budget, observation_window=6, page_size=1), GAMMA, MAX_LEN)
+    spec = CacheSpec(
+        cache_config(policy, budget=budget, observation_window=6, page_size=1), GAMMA, MAX_LEN
+    )
     target = filled(window, lengths, generator)
     cache = POLICIES[policy].work.build(spec, target.config, B, torch.float32, "cpu", target)
     cache.load(target, torch.rand(L, B, K, S, generator=generator))

@@ -38,7 +38,9 @@ def test_a_step_is_timed_while_all_requests_decode():
     second = [3.0 + 0.1 * n for n in range(11)]
     found = burst_of([request(0.0, first, len(first)), request(0.5, second, len(second))])
     assert (found.step_ms, found.first_ms, found.decoded) == pytest.approx((100, 1000, (7 + 5) / 2))
-    assert burst_of([request(0.0, [1.0, 1.1], 2), request(0.0, second, 11)]) is None, "they never decode together"
+    assert burst_of([request(0.0, [1.0, 1.1], 2), request(0.0, second, 11)]) is None, (
+        "they never decode together"
+    )
     assert burst_of([request(0.0, second, 21)]).step_ms == pytest.approx(50), "chunks of two tokens"
 
 
@@ -47,25 +49,44 @@ def test_our_server(parts, capsys):
     engine, tokenizer = parts
     serving = AsyncEngine(Scheduler(Slots(engine, 2, 128), False))
     with listening(http.create_app(serving, tokenizer, "tiny"), serving, grace_s=0) as (_, port):
-        arguments = ["--url", f"http://127.0.0.1:{port}/v1", "--name", "own", "target=tiny", "hardware=cpu", *GRID]
+        arguments = [
+            "--url",
+            f"http://127.0.0.1:{port}/v1",
+            "--name",
+            "own",
+            "target=tiny",
+            "hardware=cpu",
+            *GRID,
+        ]
         assert command.main([*arguments, "batch.generate_len=16"]) == 0
     assert "held back" in capsys.readouterr().out
     text = (command.OPTIONS / "own.yaml").read_text()
-    assert text.startswith(f"# tiny at http://127.0.0.1:{port}/v1: 4 points. Written by: magicdec calibrate\n")
+    assert text.startswith(
+        f"# tiny at http://127.0.0.1:{port}/v1: 4 points. Written by: magicdec calibrate\n"
+    )
     assert yaml.safe_load(text)["name"] == "cpu"
 
 
 @pytest.mark.slow
 def test_the_points_are_those_of_the_chunks(monkeypatch, capsys):
     """A chunk of one token every 20 ms, and no prefill."""
-    monkeypatch.setattr(steps, "rates_of", lambda plan: pytest.fail("hardware=h200 is not this machine"))
+    monkeypatch.setattr(
+        steps, "rates_of", lambda plan: pytest.fail("hardware=h200 is not this machine")
+    )
     with standing_in(per_chunk=1, chunk_s=0.02) as (server, url):
         found = measure_server(url, [*NAMED, *GRID, "batch.generate_len=12"])
-    assert [(row.batch_size, row.prompt_len) for row in found.rows] == [(1, 32), (1, 64), (2, 32), (2, 64)]
+    assert [(row.batch_size, row.prompt_len) for row in found.rows] == [
+        (1, 32),
+        (1, 64),
+        (2, 32),
+        (2, 64),
+    ]
     for row in found.rows:
         assert 19 < row.autoregressive_ms < 80, "never early, and late on a busy machine"
         assert row.context_len == pytest.approx(row.prompt_len + 6, abs=2)
-    assert [row.prefill_ms for row in found.rows[2:]] == [None, None], "of several users it includes waiting"
+    assert [row.prefill_ms for row in found.rows[2:]] == [None, None], (
+        "of several users it includes waiting"
+    )
     prompts = [tuple(body["prompt"]) for body in server.asked[1:]]
     assert len(set(prompts)) == len(prompts), "or a cache of prefixes would save their prefill"
     assert found.models.keys() == {"llama-3.1-8b"}
@@ -74,16 +95,26 @@ def test_the_points_are_those_of_the_chunks(monkeypatch, capsys):
 def test_a_key_comes_from_the_environment(monkeypatch):
     monkeypatch.setenv("THEIR_KEY", "very-secret-key")
     with standing_in(per_chunk=1) as (server, url):
-        measure_server(url, [*NAMED, *GRID, "batch.generate_len=12", "engine.key_variable=THEIR_KEY"])
+        measure_server(
+            url, [*NAMED, *GRID, "batch.generate_len=12", "engine.key_variable=THEIR_KEY"]
+        )
     assert {body["key"] for body in server.asked} == {"Bearer very-secret-key"}
 
 
 @pytest.mark.parametrize(
     ("behaviour", "overrides", "said"),
     [
-        ({"metrics": "vllm"}, NAMED, "the server speculates; a calibration needs one that does not"),
+        (
+            {"metrics": "vllm"},
+            NAMED,
+            "the server speculates; a calibration needs one that does not",
+        ),
         ({"status": 500, "body": '{"error": {"message": "out of order"}}'}, NAMED, "out of order"),
-        ({}, [*NAMED, "batch.generate_len=2"], "answers have too few chunks; set batch.generate_len above 8"),
+        (
+            {},
+            [*NAMED, "batch.generate_len=2"],
+            "answers have too few chunks; set batch.generate_len above 8",
+        ),
         ({"takes_ids": False}, NAMED, "what is"),
     ],
 )
@@ -99,9 +130,17 @@ def test_servers_that_cannot_be_calibrated(behaviour, overrides, said, capsys):
     ("url", "overrides", "said"),
     [
         ("http://example.org/v1", NAMED, "set engine.allow_remote=true"),
-        ("http://example.org/v1", ["engine.allow_remote=true"], "hardware=auto: name the server's machine"),
+        (
+            "http://example.org/v1",
+            ["engine.allow_remote=true"],
+            "hardware=auto: name the server's machine",
+        ),
         ("ftp://127.0.0.1/v1", NAMED, "must be an address such as"),
-        ("http://127.0.0.1/v1", [*NAMED, "scenario=compare"], "engine=openai goes with scenario=serve only"),
+        (
+            "http://127.0.0.1/v1",
+            [*NAMED, "scenario=compare"],
+            "engine=openai goes with scenario=serve only",
+        ),
     ],
 )
 def test_what_is_refused_before_anything_is_sent(url, overrides, said):

@@ -22,7 +22,12 @@ LOADS = ROOT / "tests" / "peers" / "results"
 pytest.importorskip("scipy")
 pytestmark = pytest.mark.usefixtures("here")
 NAMED = ["target=llama-3.1-8b", "hardware=h200"]
-TRUTH = {"bandwidth_fraction": 0.8, "matmul_fraction": 0.6, "layer_overhead_us": 12.0, "step_overhead_us": 2500.0}
+TRUTH = {
+    "bandwidth_fraction": 0.8,
+    "matmul_fraction": 0.6,
+    "layer_overhead_us": 12.0,
+    "step_overhead_us": 2500.0,
+}
 OUTPUT = 256  # tokens
 
 
@@ -32,14 +37,23 @@ def setup(batch=8, context=4000, efficiency=None):
 
 
 def load(users, prompt):
-    """A file of vllm bench serve: users who never pause, on a server that decodes all and prefills one at a time."""
+    """A file of vllm bench serve: users who never pause, on a server that decodes all and prefills
+    one at a time.
+    """
     at = setup(users, prompt + OUTPUT // 2)
     first_s, steps = prefill_s(at, at.target, 1, prompt), OUTPUT - 1
     step_s = at.target_time.total + users / steps * (1 - 1 / users) * first_s
     rate = users / (steps * step_s)
     content = json.loads((LOADS / "vllm_bench.json").read_text())
-    content |= {"max_concurrency": users, "request_throughput": rate, "output_throughput": rate * OUTPUT}
-    content |= {f"total_{kind}_tokens": content["completed"] * n for kind, n in (("input", prompt), ("output", OUTPUT))}
+    content |= {
+        "max_concurrency": users,
+        "request_throughput": rate,
+        "output_throughput": rate * OUTPUT,
+    }
+    content |= {
+        f"total_{kind}_tokens": content["completed"] * n
+        for kind, n in (("input", prompt), ("output", OUTPUT))
+    }
     return content | {"mean_tpot_ms": 1e3 * step_s, "mean_ttft_ms": 1e3 * first_s}
 
 
@@ -68,7 +82,11 @@ def test_every_tool_gives_points():
     assert found.is_served
     assert [(row.context_len, row.batch_size) for row in found.rows] == [(545, 3), (72, 1), (72, 1)]
     vllm = found.rows[0]
-    assert (vllm.autoregressive_ms, vllm.prompt_len, vllm.prefill_ms) == (pytest.approx(21.603, rel=1e-4), 513, None)
+    assert (vllm.autoregressive_ms, vllm.prompt_len, vllm.prefill_ms) == (
+        pytest.approx(21.603, rel=1e-4),
+        513,
+        None,
+    )
     assert vllm.prefills == pytest.approx(1.96146 * 0.0216030 * 3 / 4, rel=1e-4)
     assert (found.values["name"], vllm.element_bytes) == ("h200", 2)
 
@@ -83,12 +101,18 @@ def run(folder, lines, *keys):
 
 
 def profile_run(folder, grid):
-    """A folder as scenario=profile leaves it, with the times that the cost model itself predicts."""
+    """A folder as scenario=profile leaves it, with the times that the cost model itself
+    predicts.
+    """
     lines = []
     for batch, context, gamma in grid:
         times = round_times(setup(batch, context), gamma)
         point = {"batch_size": batch, "context_len": context, "gamma": gamma}
-        for name, time in (("target_decode", times.target), ("draft", times.draft), ("verify", times.verify)):
+        for name, time in (
+            ("target_decode", times.target),
+            ("draft", times.draft),
+            ("verify", times.verify),
+        ):
             point[f"time/{name}_ms"] = 1e3 * time.total
         lines.append(point | {"time/round_ms": 1e3 * times.round_s})
     run(folder, lines, "scenario=profile", "cache.budget=512")
@@ -98,8 +122,16 @@ def test_a_machine_is_found_from_a_profile(tmp_path, capsys):
     profile_run(tmp_path / "run", [(b, s, 3) for b in (4, 32) for s in (4000, 32_000)])
     assert command.main(["--results", "run/result.json", "--name", "mine"]) == 0
     assert "held back" in capsys.readouterr().out
-    assert written("mine")["bandwidth_fraction"] == pytest.approx(TRUTH["bandwidth_fraction"], rel=0.05)
-    at = ["scenario=predict", "target=llama-3.1-8b", "batch.size=16", "batch.context_len=16000", "cache.budget=512"]
+    assert written("mine")["bandwidth_fraction"] == pytest.approx(
+        TRUTH["bandwidth_fraction"], rel=0.05
+    )
+    at = [
+        "scenario=predict",
+        "target=llama-3.1-8b",
+        "batch.size=16",
+        "batch.context_len=16000",
+        "cache.budget=512",
+    ]
     found = setup_of(resolve(compose([*at, "hardware=mine"])))
     assert found.hardware.note == "calibrated by its configuration"
     assert found.target_time.total == pytest.approx(setup(16, 16_000).target_time.total, rel=0.05)
@@ -112,7 +144,10 @@ def served_run(folder, *keys):
     lines = [{"rate": 2.0, "speculative/tokens_per_second": 3.0}]
     for users in (1, 8):
         one = load(users, 2000)
-        lines.append({"concurrency": users} | {f"autoregressive/{key}": one[name] for key, name in names.items()})
+        lines.append(
+            {"concurrency": users}
+            | {f"autoregressive/{key}": one[name] for key, name in names.items()}
+        )
     sizes = ("batch.context_len=2000", f"batch.generate_len={OUTPUT}")
     run(folder, lines, "scenario=serve", "draft=none", *sizes, *keys)
 
@@ -151,8 +186,14 @@ def test_levels_that_say_nothing_about_a_step_are_refused(tmp_path, changes, sai
     [
         (["--results", "nowhere"], "nowhere: cannot be read: No such file"),
         (["--results", "."], "not a finished run of scenario=profile or scenario=serve"),
-        (["--results", str(ROOT / "pyproject.toml"), *NAMED], "JSON of vllm bench serve --save-result, AIPerf's"),
-        (["--results", str(LOADS / "aiperf.json")], "say what AIPerf has measured, as in target=llama-3.1-8b"),
+        (
+            ["--results", str(ROOT / "pyproject.toml"), *NAMED],
+            "JSON of vllm bench serve --save-result, AIPerf's",
+        ),
+        (
+            ["--results", str(LOADS / "aiperf.json")],
+            "say what AIPerf has measured, as in target=llama-3.1-8b",
+        ),
         (["--results", str(LOADS / "aiperf.json"), "target=tiny"], "hardware.bandwidth_gbs=null"),
         (["--results", "target=tiny"], "--results target=tiny: name a file"),
         (["--results", "a.json", "--url", "http://127.0.0.1/v1"], "--results has measured already"),

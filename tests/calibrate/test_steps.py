@@ -15,5 +15,11 @@ def test_this_machine_is_calibrated_in_a_few_steps(here, monkeypatch, capsys):
     for _ in range(2):  # it may replace what it wrote itself
         assert command.main(["target=tiny", "hardware=cpu"]) == 0
     assert "conf/hardware/calibrated.yaml: predictions take it" in capsys.readouterr().out
-    keys = ["scenario=predict", "hardware=calibrated", "batch.size=2", "batch.context_len=512", "cache.budget=64"]
+    keys = [
+        "scenario=predict",
+        "hardware=calibrated",
+        "batch.size=2",
+        "batch.context_len=512",
+        "cache.budget=64",
+    ]
     assert setup_of(resolve(compose(keys))).target_time.total > 0

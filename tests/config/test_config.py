@@ -31,7 +31,11 @@ TARGETS = OPTIONS["target"]
 LEFT_OUT = ("draft", "experiment", "engine")  # composed by tests of their own
 # Row i takes option i of every group, so that a few compositions see them all.
 ROWS = [
-    {group: options[i % len(options)] for group, options in OPTIONS.items() if group not in LEFT_OUT}
+    {
+        group: options[i % len(options)]
+        for group, options in OPTIONS.items()
+        if group not in LEFT_OUT
+    }
     for i in range(len(TARGETS))
 ]
 EXPERIMENTS = [
@@ -61,7 +65,10 @@ def changed(*keys: str) -> Config:
 
 
 def test_a_head_from_elsewhere_has_the_name_of_its_folder():
-    named = {path: compose(["draft=eagle3", f"draft.model.path={path}"]).draft.model.name for path in ("a/b/", "org/c")}
+    named = {
+        path: compose(["draft=eagle3", f"draft.model.path={path}"]).draft.model.name
+        for path in ("a/b/", "org/c")
+    }
     assert named == {"a/b/": "b", "org/c": "c"}
     assert compose(["draft=eagle3"]).draft.model.name == "tiny-eagle3"
 
@@ -69,8 +76,16 @@ def test_a_head_from_elsewhere_has_the_name_of_its_folder():
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row["target"])
 def test_every_option_is_valid_and_every_target_can_be_a_draft(row):
     draft = TARGETS[TARGETS.index(row["target"]) - 1]
-    keys = ["data.path=somewhere", "draft=model", f"target@draft.model={draft}", "draft.model.path=elsewhere"]
-    keys += ["draft.synthetic_acceptance=0.8", *(["data.prompt=text"] if row["data"] == "jsonl" else [])]
+    keys = [
+        "data.path=somewhere",
+        "draft=model",
+        f"target@draft.model={draft}",
+        "draft.model.path=elsewhere",
+    ]
+    keys += [
+        "draft.synthetic_acceptance=0.8",
+        *(["data.prompt=text"] if row["data"] == "jsonl" else []),
+    ]
     config = compose([*(f"{group}={option}" for group, option in row.items()), *keys])
     for group in ("target", "hardware", "scenario"):
         assert getattr(config, group).name == row[group]
@@ -115,12 +130,19 @@ def test_composing_reads_no_file_of_conf_beside_hydra(monkeypatch):
 
 
 def test_a_broken_file_that_nobody_chose_breaks_nothing(here):
-    texts = {"cache": "not: a: yaml\n", "draft": "- a\n- list\n", "scenario": "name: [\n", "data": "a: \t b\n"}
+    texts = {
+        "cache": "not: a: yaml\n",
+        "draft": "- a\n- list\n",
+        "scenario": "name: [\n",
+        "data": "a: \t b\n",
+    }
     written(here, {f"conf/{group}/half.yaml": text for group, text in texts.items()})
     (here / "conf" / "engine").mkdir()
     (here / "conf" / "engine" / "half.yaml").write_bytes(b"\xff\xfe")
     assert compose(["cache.num_sink=2"]).cache.num_sink == 2
-    with pytest.raises(UserError, match=r"^unknown key cache.num_sinc; did you mean cache.num_sink"):
+    with pytest.raises(
+        UserError, match=r"^unknown key cache.num_sinc; did you mean cache.num_sink"
+    ):
         compose(["cache.num_sinc=2"])
     for group in ("cache", "draft", "scenario", "data", "engine"):
         with pytest.raises(UserError, match=rf"^[^\n]*{group}/half"):
@@ -130,8 +152,10 @@ def test_a_broken_file_that_nobody_chose_breaks_nothing(here):
 def test_a_broken_target_that_nobody_chose_is_left_out_with_a_warning(here, capsys):
     written(here, {"conf/target/half.yaml": "not: a: yaml\n"})
     assert "llama-3.1-8b" in {option["name"] for option in targets.options()}
-    assert capsys.readouterr().err == (
-        f"warning: {here}/conf/target/half.yaml, line 1: mapping values are not allowed here; left out\n"
+    assert (
+        capsys.readouterr().err
+        == f"warning: {here}/conf/target/half.yaml, line 1: mapping values are not allowed here;"
+        " left out\n"
     )
 
 
@@ -166,23 +190,34 @@ def test_every_sweep_names_keys_that_exist(choice):
     assert {key for key in params if key not in OPTIONS} <= set(known_keys())
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "sweeps" / "wandb").glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "sweeps" / "wandb").glob("*.yaml")), ids=lambda path: path.stem
+)
 def test_every_sweep_of_wandb_gives_commands_that_compose(path):
     """Its command as W&B's own agent writes it, for the first value of every parameter."""
     utils = pytest.importorskip("wandb.sdk.launch.sweeps.utils")
     sweep = utils.load_sweep_config(str(path))
     assert sweep is not None, "not valid by W&B's schema"
-    first = {key: {"value": p["values"][0] if "values" in p else p["min"]} for key, p in sweep["parameters"].items()}
+    first = {
+        key: {"value": p["values"][0] if "values" in p else p["min"]}
+        for key, p in sweep["parameters"].items()
+    }
     args = utils.create_sweep_command_args({"args": first})["args_no_hyphens"]
     start = sweep["command"].index("${program}")
-    config = compose([a for part in sweep["command"][start + 1 :] for a in (args if "args" in part else [part])])
+    config = compose(
+        [a for part in sweep["command"][start + 1 :] for a in (args if "args" in part else [part])]
+    )
     assert (config.wandb.mode, config.draft.gamma) == ("online", 1)
     assert (ROOT / sweep["program"]).exists()
 
 
 @pytest.mark.parametrize(
     ("typed", "launcher", "sweeper"),
-    [([], "magicdec", "magicdec"), (["experiment=mine"], "basic", "magicdec"), (["+sweeps=mine"], "magicdec", "basic")],
+    [
+        ([], "magicdec", "magicdec"),
+        (["experiment=mine"], "basic", "magicdec"),
+        (["+sweeps=mine"], "magicdec", "basic"),
+    ],
 )
 def test_experiments_and_sweeps_choose_a_launcher_and_a_sweeper(here, typed, launcher, sweeper):
     chosen = "# @package _global_\ndefaults:\n  - override /hydra/{}: basic\n"
@@ -195,7 +230,9 @@ def test_experiments_and_sweeps_choose_a_launcher_and_a_sweeper(here, typed, lau
 def test_an_architecture_is_read_as_the_models_own():
     given = "target.architecture={rope_scaling: {kind: linear, factor: 8}, eos_token_ids: [2]}"
     expected = {"rope_scaling": RopeScaling("linear", 8.0), "eos_token_ids": (2,)}
-    assert changed(given).target.architecture == ModelConfig(**default()["target"]["architecture"] | expected)
+    assert changed(given).target.architecture == ModelConfig(
+        **default()["target"]["architecture"] | expected
+    )
 
 
 def test_a_composed_configuration_can_be_sent_to_another_process():
@@ -205,7 +242,11 @@ def test_a_composed_configuration_can_be_sent_to_another_process():
 
 def test_a_configuration_is_frozen():
     config = changed("draft.name=model", "draft.model=${target}")
-    groups = [config, *(value for value in vars(config).values() if is_dataclass(value)), config.draft.model]
+    groups = [
+        config,
+        *(value for value in vars(config).values() if is_dataclass(value)),
+        config.draft.model,
+    ]
     for group in [*groups, config.target.architecture]:
         with pytest.raises(FrozenInstanceError):
             setattr(group, fields(group)[0].name, None)
@@ -222,20 +263,25 @@ def test_the_first_run_needs_no_warning():
 
 # What is said of the last key of each mistake, and the mistakes.
 RULES = {
-    "must be auto or at least 1": "batch.size=0 | batch.size=many | batch.prefill_chunk=0 | draft.gamma=0"
-    " | draft.gamma=-1 | draft.gamma=best | scenario.repeats=many",
+    "must be auto or at least 1": (
+        "batch.size=0 | batch.size=many | batch.prefill_chunk=0 | draft.gamma=0"
+        " | draft.gamma=-1 | draft.gamma=best | scenario.repeats=many"
+    ),
     "must be a percentage, as in 2%": "scenario.precision=2 % | scenario.precision=2.0",
     "must be at least 0": "cache.num_sink=-1 | data.seed=-1",
     "must be at least 1": "batch.context_len=-1 | batch.num_batches=0 | sampling.top_k=0",
     "must be at least 2": "batch.generate_len=1",
-    "must be above 0": "hardware.memory_gib=0.0 | scenario.name=serve; scenario.latency_ms=-1.0"
-    " | engine.name=vllm; engine.time_limit_s=0.0",
+    "must be above 0": (
+        "hardware.memory_gib=0.0 | scenario.name=serve; scenario.latency_ms=-1.0"
+        " | engine.name=vllm; engine.time_limit_s=0.0"
+    ),
     "must be above cache.num_sink=4": "cache.budget=4 | cache.budget=-1",
     "must be below cache.budget=256": "draft.gamma=256",
     "must be between 0 and 1": "draft.synthetic_acceptance=1.5",
     "must be from 1e-30 to 1": "sampling.top_p=0.0 | sampling.top_p=1.01",
-    "must be 0 (greedy) or from 0.0001 to 10,000": "sampling.temperature=-0.5 | sampling.temperature=nan"
-    " | sampling.temperature=1e-40",
+    "must be 0 (greedy) or from 0.0001 to 10,000": (
+        "sampling.temperature=-0.5 | sampling.temperature=nan | sampling.temperature=1e-40"
+    ),
     "must be 8 or 4": "cache.policy=quantized; cache.bits=3",
     "must be an odd number of at least 1": "cache.policy=snapkv; cache.kernel=4",
     "must be one of none, int8, int4": "draft.quantization=int2",
@@ -243,7 +289,9 @@ RULES = {
     "must be one of jsonl, pg19, prompts, random, repeat, ruler, stdlib": "data.name=book",
     "must be one of niah_single, niah_multikey, cwe": "data.name=ruler; data.task=qwe",
     "must be one of auto, cpp, flash, flashinfer, sdpa, triton; did you mean cpp": "attention=cppp",
-    "must be one of none, eagle3, hierarchical, layer_skip, model, ngram, self, suffix;": "draft.name=sel",
+    "must be one of none, eagle3, hierarchical, layer_skip, model, ngram, self, suffix;": (
+        "draft.name=sel"
+    ),
     "must be one of auto, cpu, cuda": "hardware.device=gpu",
     "must be one of auto, float32, bfloat16, float16": "hardware.dtype=float8",
     "must be one of offline, online, disabled; did you mean online?": "wandb.mode=onlin",
@@ -251,38 +299,54 @@ RULES = {
     "must be one of f32, u8": "engine.name=openvino; engine.kv_type=i4",
     "must be one of static, dynamic": "engine.name=transformers; engine.kv_cache=paged",
     "must be one of auto, draft_model, eagle, eagle3": "engine.name=vllm; engine.method=medusa",
-    "must hold at least one": "scenario.name=profile; scenario.gammas=[]"
-    " | scenario.name=serve; scenario.length_shares=[]",
+    "must hold at least one": (
+        "scenario.name=profile; scenario.gammas=[] | scenario.name=serve; scenario.length_shares=[]"
+    ),
     "must hold numbers above 0": "scenario.name=serve; scenario.rates=[0.0]",
     "must hold numbers above 0 and at most 1": "scenario.name=serve; scenario.length_shares=[1.5]",
     "must hold numbers of at least 1": "scenario.name=predict; scenario.gammas=[2, 0]",
-    "scenario=serve needs at least one of them, or of scenario.rates or replays": "scenario.name=serve; "
-    "scenario.concurrencies=[]",
+    "scenario=serve needs at least one of them, or of scenario.rates or replays": (
+        "scenario.name=serve; scenario.concurrencies=[]"
+    ),
     "acceptance cannot be measured on noise": "target.weights=random",
 }
-MISTAKES = [(keys, f"{keys.split('; ')[-1]}: {rule}") for rule, every in RULES.items() for keys in every.split(" | ")]
+MISTAKES = [
+    (keys, f"{keys.split('; ')[-1]}: {rule}")
+    for rule, every in RULES.items()
+    for keys in every.split(" | ")
+]
 MISTAKES += {
     "hardware.tflops=.inf": "hardware.tflops=inf: must be a finite number",
-    "draft.gamma=auto; hardware.tensor_parallel=2": "draft.gamma=auto: goes with one rank only, not with "
-    "hardware.tensor_parallel=2; give a number",
-    "scenario.repeats=auto; hardware.tensor_parallel=2": "scenario.repeats=auto: goes with one rank only",
-    "scenario.repeats=auto; draft.name=none; engine.name=transformers": "scenario.repeats=auto: engine=transformers "
-    "decodes all",
+    "draft.gamma=auto; hardware.tensor_parallel=2": (
+        "draft.gamma=auto: goes with one rank only, not with "
+        "hardware.tensor_parallel=2; give a number"
+    ),
+    "scenario.repeats=auto; hardware.tensor_parallel=2": (
+        "scenario.repeats=auto: goes with one rank only"
+    ),
+    "scenario.repeats=auto; draft.name=none; engine.name=transformers": (
+        "scenario.repeats=auto: engine=transformers decodes all"
+    ),
     "draft.name=model": "draft.model=null: draft.name=model needs one",
     "target.architecture.num_heads=3": "target.architecture: num_heads=3 is not a multiple",
     "data.name=random": "data=random: acceptance cannot be measured on noise",
     "data.name=text": "data.path=null: data=text needs a file or folder",
     "data.name=ruler": "data.task=null: choose one, as in data.task=niah_single",
-    "scenario.name=serve; scenario.rates=[1.0, 1e-9]": "scenario.rates=[1.0, 1e-09]: scenario.num_requests=16 would "
-    "arrive within 4,444,444.4 hours; at most 24",
-    "cache.budget=64; scenario.name=profile; scenario.gammas=[2, 64]": "scenario.gammas=64: must be below "
-    "cache.budget=64",
+    "scenario.name=serve; scenario.rates=[1.0, 1e-9]": (
+        "scenario.rates=[1.0, 1e-09]: scenario.num_requests=16 would "
+        "arrive within 4,444,444.4 hours; at most 24"
+    ),
+    "cache.budget=64; scenario.name=profile; scenario.gammas=[2, 64]": (
+        "scenario.gammas=64: must be below cache.budget=64"
+    ),
     **{
         f"engine.name={name}; draft.name=self": "draft.name=self: engine="
         for name in ("transformers", "llamacpp", "openvino")
     },
     "engine.name=vllm; draft.name=layer_skip": "choose one of none, model, eagle3, ngram, self",
-    "engine.name=transformers; draft.name=ngram": "batch.size=auto: engine=transformers speculates on one row",
+    "engine.name=transformers; draft.name=ngram": (
+        "batch.size=auto: engine=transformers speculates on one row"
+    ),
     "engine.name=transformers; draft.name=ngram; batch.size=8": "set it to 1, or draft=none",
 }.items()
 
@@ -293,16 +357,23 @@ def test_mistakes_name_key_value_and_what_is_valid(keys, error):
         changed(*keys.split("; "))
 
 
-@pytest.mark.parametrize("key", ["batch.context_len", "batch.size", "hardware.tensor_parallel", "scenario.repeats"])
+@pytest.mark.parametrize(
+    "key", ["batch.context_len", "batch.size", "hardware.tensor_parallel", "scenario.repeats"]
+)
 def test_a_text_where_a_number_is_wanted_is_called_that(key, monkeypatch):
     monkeypatch.setenv("COUNT", "2")
     for value in ('"2"', "${oc.env:COUNT}"):
         with pytest.raises(UserError) as caught:
             compose([f"{key}={value}"])
         assert str(caught.value).startswith(f'{key}="2": must be ')
-        assert "; this is a text: write it without quotes, and a variable as '${oc.decode:${oc." in str(caught.value)
+        assert (
+            "; this is a text: write it without quotes, and a variable as '${oc.decode:${oc."
+            in str(caught.value)
+        )
     group, name = key.split(".")
-    assert getattr(getattr(compose([f"{key}='${{oc.decode:${{oc.env:COUNT}}}}'"]), group), name) == 2
+    assert (
+        getattr(getattr(compose([f"{key}='${{oc.decode:${{oc.env:COUNT}}}}'"]), group), name) == 2
+    )
     with pytest.raises(UserError) as caught:
         compose([f"{key}=many"])
     assert "quotes" not in str(caught.value)
@@ -310,7 +381,9 @@ def test_a_text_where_a_number_is_wanted_is_called_that(key, monkeypatch):
 
 @pytest.mark.parametrize("name", ["a/b", "a:b", "x" * 129, "''"])
 def test_a_project_that_wandb_would_refuse_is_a_mistake(name):
-    with pytest.raises(UserError, match=r"^wandb.project=.*: must be the name of a project: at most 128 characters"):
+    with pytest.raises(
+        UserError, match=r"^wandb.project=.*: must be the name of a project: at most 128 characters"
+    ):
         compose([f"wandb.project={name}"])
     assert compose(["wandb.project='long context, 2'"]).wandb.project == "long context, 2"
 
@@ -358,14 +431,24 @@ PEERS = ("transformers", "vllm", "llamacpp", "openvino")
 ONE_MODEL = "draft.name=model; batch.size=1; cache.policy=full"
 NOT_BY_PEERS = [
     "scenario.gammas=[1]; scenario.name=predict",
-    *("attention=sdpa", "hardware.tensor_parallel=2", "target.weights=random", "draft.name=hierarchical"),
-    *(f"{ONE_MODEL}; {key}" for key in ("cache.policy=streaming", "draft.gamma=auto", "draft.quantization=int8")),
+    *(
+        "attention=sdpa",
+        "hardware.tensor_parallel=2",
+        "target.weights=random",
+        "draft.name=hierarchical",
+    ),
+    *(
+        f"{ONE_MODEL}; {key}"
+        for key in ("cache.policy=streaming", "draft.gamma=auto", "draft.quantization=int8")
+    ),
     f"{ONE_MODEL}; draft.synthetic_acceptance=0.5",
 ]
 
 
 def of_peer(engine: str, keys: str) -> Config:
-    return changed(f"engine.name={engine}", "draft.name=none", "draft.model=${target}", *keys.split("; "))
+    return changed(
+        f"engine.name={engine}", "draft.name=none", "draft.model=${target}", *keys.split("; ")
+    )
 
 
 @pytest.mark.parametrize("engine", PEERS)
@@ -411,8 +494,19 @@ def test_the_gammas_that_a_run_may_use(keys, expected):
     ],
 )
 def test_what_has_no_effect_is_told_of_what_was_typed(typed, choice):
-    read = ["draft=self", "cache.budget=64", "data.seed=1", "batch.generate_len=2", "wandb.mode=disabled"]
-    grid = ("scenario.name=profile", "scenario.batch_sizes=[1]", "scenario.context_lens=[512]", "scenario.gammas=[2]")
+    read = [
+        "draft=self",
+        "cache.budget=64",
+        "data.seed=1",
+        "batch.generate_len=2",
+        "wandb.mode=disabled",
+    ]
+    grid = (
+        "scenario.name=profile",
+        "scenario.batch_sizes=[1]",
+        "scenario.context_lens=[512]",
+        "scenario.gammas=[2]",
+    )
     config = changed(*(grid if "profile" in choice else ()))
     assert unread(config, [*read, typed]) == [f"{typed} has no effect with {choice}"]
 
@@ -425,8 +519,18 @@ def test_what_has_no_effect_is_a_mistake_but_for_how_much_is_measured():
 
 
 def test_keys_of_what_an_option_brings_along_have_an_effect():
-    typed = ["draft=hierarchical", "draft.model.path=null", "draft.cache.budget=64", "draft.inner_gamma=1"]
-    parts = ("draft.name=hierarchical", "draft.model=${target}", "draft.cache=${cache}", "draft.inner_gamma=1")
+    typed = [
+        "draft=hierarchical",
+        "draft.model.path=null",
+        "draft.cache.budget=64",
+        "draft.inner_gamma=1",
+    ]
+    parts = (
+        "draft.name=hierarchical",
+        "draft.model=${target}",
+        "draft.cache=${cache}",
+        "draft.inner_gamma=1",
+    )
     assert unread(changed(*parts), typed) == []
 
 

@@ -24,7 +24,9 @@ def validators():
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT / "conf")))
 def test_every_file_is_valid(validators, path):
     group = path.relative_to(ROOT / "conf").with_suffix("").parts[0]
-    assert [error.message for error in validators[group].iter_errors(yaml.safe_load(path.read_text()))] == []
+    assert [
+        error.message for error in validators[group].iter_errors(yaml.safe_load(path.read_text()))
+    ] == []
 
 
 @pytest.mark.parametrize(
@@ -59,8 +61,17 @@ def test_a_mistake_is_found(validators, group, text):
         ("cache", "policy: streaming\nbudget: ???"),
         ("draft", "name: hierarchical\nmodel: {path: '???'}\ncache: {budget: 64}"),
         ("target", "name: mine\narchitecture: mine.json"),
-        ("experiment", "defaults:\n  - override /cache: quest\nhydra: {sweeper: {params: {draft.gamma: '1,2'}}}"),
-        ("local", "tracker: [wandb, tensorboard]\nresume: any_version\nsweep: {name: '${oc.env:NAME}'}"),
+        (
+            "experiment",
+            (
+                "defaults:\n  - override /cache: quest\nhydra: {sweeper: {params: {draft.gamma:"
+                " '1,2'}}}"
+            ),
+        ),
+        (
+            "local",
+            "tracker: [wandb, tensorboard]\nresume: any_version\nsweep: {name: '${oc.env:NAME}'}",
+        ),
     ],
 )
 def test_what_hydra_fills_in_is_admitted(validators, group, text):

@@ -19,17 +19,33 @@ from magicdec.tracking.reader import iter_runs
 
 
 def point(budget=512, context=8000, alpha=0.8, **changes):
-    defaults = {"target": "t", "draft": "self", "policy": "streaming", "task": "pg19", "source": "s"}
+    defaults = {
+        "target": "t",
+        "draft": "self",
+        "policy": "streaming",
+        "task": "pg19",
+        "source": "s",
+    }
     return Point(budget=budget, context_len=context, alpha=alpha, **(defaults | changes))
 
 
-def asked(target="t", policy="streaming", budget=512, context=8000, draft="self", quantization="none", **keys):
+def asked(
+    target="t",
+    policy="streaming",
+    budget=512,
+    context=8000,
+    draft="self",
+    quantization="none",
+    **keys,
+):
     choice = SelfSpeculation(quantization=quantization)
     if draft != "self":
         own = ModelChoice(draft, architecture=architecture("llama-3.2-1b"))
         choice = IndependentModel(model=own, quantization=quantization)
     model, machine = architecture("llama-3.1-8b"), hardware_named("h100")
-    return Setup(model, machine, 1, context, choice, POLICIES[policy].facts(budget=budget, **keys), target)
+    return Setup(
+        model, machine, 1, context, choice, POLICIES[policy].facts(budget=budget, **keys), target
+    )
 
 
 def alpha(curves, **changes):
@@ -40,7 +56,8 @@ def alpha(curves, **changes):
 CONTEXTS = [point(context=4000, alpha=0.84), point(context=16000, alpha=0.80)]
 # The last one is known at another context alone.
 BUDGETS = [point(256, alpha=0.7), point(1024, alpha=0.8), point(4096, context=4000, alpha=0.9)]
-NOISE = [point(context=4000, alpha=0.80), point(context=8000, alpha=0.84)]  # alpha does not grow with the context
+# Alpha does not grow with the context.
+NOISE = [point(context=4000, alpha=0.80), point(context=8000, alpha=0.84)]
 WEIGHTS = [point(alpha=0.8), point(alpha=0.6, quantization="int4")]
 
 
@@ -81,17 +98,30 @@ def test_new_tokens_evict_old_ones_from_a_budget_for_the_prompt():
 
 
 def test_a_sliding_window_holds_in_every_cache():
-    """tests/decoding/test_lossless.py decodes with such models: with a budget for everything all is accepted."""
-    model = replace(architecture("mistral-7b-v0.3"), sliding_window=4096, sliding_layers=tuple(range(32)))
+    """tests/decoding/test_lossless.py decodes with such models: with a budget for everything all is
+    accepted.
+    """
+    model = replace(
+        architecture("mistral-7b-v0.3"), sliding_window=4096, sliding_layers=tuple(range(32))
+    )
     for policy in ("full", "streaming", "quest"):
         assert Curves([]).estimate(asked(policy=policy, budget=8000).at(target=model)).alpha == 1.0
 
 
 def run(alpha, quantization="none", policy="quantized", draft="self", **cache):
     cache = vars(POLICIES[policy].facts(budget=512)) | cache
-    config = {"target": {"name": "t"}, "draft": {"name": draft, "quantization": quantization}, "cache": cache}
+    config = {
+        "target": {"name": "t"},
+        "draft": {"name": draft, "quantization": quantization},
+        "cache": cache,
+    }
     config |= {"batch": {"context_len": 8000}, "data": {"name": "stdlib"}}
-    result = {"status": "done", "acceptance/source": "measured", "alpha": alpha, "folder": f"runs/{alpha}"}
+    result = {
+        "status": "done",
+        "acceptance/source": "measured",
+        "alpha": alpha,
+        "folder": f"runs/{alpha}",
+    }
     return result | {"config": config}
 
 
@@ -107,7 +137,10 @@ def run(alpha, quantization="none", policy="quantized", draft="self", **cache):
     ],
 )
 def test_runs_with_other_settings_of_the_policy_have_another_curve(policy, key, values):
-    runs = [run(alpha, policy=policy, **{key: value}) for alpha, value in zip((0.9, 0.6), values, strict=True)]
+    runs = [
+        run(alpha, policy=policy, **{key: value})
+        for alpha, value in zip((0.9, 0.6), values, strict=True)
+    ]
     curves = Curves(measured(runs), "stdlib")
     for expected, value in zip((0.9, 0.6), values, strict=True):
         assert alpha(curves, policy=policy, **{key: value}) == expected
@@ -122,7 +155,9 @@ def test_runs_of_quantized_drafts_are_known_by_their_weights():
 
 def test_runs_of_a_draft_without_a_cache_are_known_whatever_cache_they_name():
     known = Curves(measured([run(0.7, policy="h2o", draft="ngram")]))
-    assert known.estimate(asked(policy="streaming", budget=99).at(draft=PromptLookup())).alpha == 0.7
+    assert (
+        known.estimate(asked(policy="streaming", budget=99).at(draft=PromptLookup())).alpha == 0.7
+    )
     assert known.estimate(asked(policy="h2o")) is None, "of self-speculation"
 
 
@@ -141,14 +176,25 @@ def test_runs_of_a_folder_are_evidence_for_others_of_its_name():
 
 
 def test_the_same_text_comes_first_then_own_runs():
-    points = [point(alpha=0.8), point(alpha=0.7, task="ruler-cwe"), point(alpha=0.6, measured=True, task="stdlib")]
-    assert alpha(Curves(points)) == alpha(Curves(points, "stdlib")) == alpha(Curves(points, "unheard of")) == 0.6
+    points = [
+        point(alpha=0.8),
+        point(alpha=0.7, task="ruler-cwe"),
+        point(alpha=0.6, measured=True, task="stdlib"),
+    ]
+    assert (
+        alpha(Curves(points))
+        == alpha(Curves(points, "stdlib"))
+        == alpha(Curves(points, "unheard of"))
+        == 0.6
+    )
     assert alpha(Curves(points, "pg19")) == 0.8
     assert alpha(Curves(points, "ruler-cwe")) == 0.7
     assert alpha(Curves([*points, point(alpha=0.5, measured=True)], "pg19")) == 0.5
     sampled = [point(budget, alpha=0.5, task="text at temperature 0.7") for budget in (512, 1024)]
     assert alpha(Curves([*sampled, point(alpha=0.9, task="text")], "stdlib")) == 0.9
-    assert alpha(Curves([*sampled, point(alpha=0.9, task="text")], "stdlib at temperature 0.7")) == 0.5
+    assert (
+        alpha(Curves([*sampled, point(alpha=0.9, task="text")], "stdlib at temperature 0.7")) == 0.5
+    )
     known = [one for one in published() if one.task.startswith("ruler-qa-")]
     assert known, "the paper has two such tasks"
     one = known[0]
@@ -187,12 +233,21 @@ def test_what_the_paper_states_is_what_its_tables_imply():
     for row in read_table():
         if row.table == "3c":
             stated = Curves(published()).estimate(row.setup(architecture)).alpha
-            assert alpha_from_acceptance_length(row.omega, row.gamma) == pytest.approx(stated, abs=0.025)
+            assert alpha_from_acceptance_length(row.omega, row.gamma) == pytest.approx(
+                stated, abs=0.025
+            )
 
 
 def test_runs_are_read_from_the_store(tmp_path):
-    config = {"target": {"name": "t"}, "draft": {"name": "self", "model": None}, "batch": {"context_len": 8000}}
-    config |= {"cache": {"policy": "streaming", "budget": 512, "num_sink": 0}, "scenario": {"name": "compare"}}
+    config = {
+        "target": {"name": "t"},
+        "draft": {"name": "self", "model": None},
+        "batch": {"context_len": 8000},
+    }
+    config |= {
+        "cache": {"policy": "streaming", "budget": 512, "num_sink": 0},
+        "scenario": {"name": "compare"},
+    }
     config |= {"data": {"name": "ruler", "task": "vt"}, "sampling": {"temperature": 0}}
     sampled = config | {"sampling": {"temperature": 0.6}}
     odd = {key: {"name": "x", "model": None} for key in ("draft", "target", "scenario")}
@@ -211,7 +266,9 @@ def test_runs_are_read_from_the_store(tmp_path):
     (tmp_path / "torn").mkdir()
     (tmp_path / "torn" / "result.json").write_text('{"status": "do')
     points = measured(iter_runs(tmp_path))
-    greedy, sampled = (Curves(points, f"ruler-vt{ending}") for ending in ("", " at temperature 0.6"))
+    greedy, sampled = (
+        Curves(points, f"ruler-vt{ending}") for ending in ("", " at temperature 0.6")
+    )
     assert (alpha(greedy), alpha(sampled)) == (0.7, 0.4)
     assert greedy.estimate(asked()).source == "run done, on ruler-vt"
     assert measured(iter_runs(tmp_path / "nowhere")) == []

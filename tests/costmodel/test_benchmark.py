@@ -1,4 +1,6 @@
-"""The aims of the cost model, as benchmarks/costmodel.py measures them, on the committed calibration."""
+"""The aims of the cost model, as benchmarks/costmodel.py measures them, on the committed
+calibration.
+"""
 
 import json
 from statistics import median
@@ -10,7 +12,15 @@ from magicdec.costmodel.hardware import CALIBRATED, hardware_named
 from magicdec.costmodel.tables import PUBLISHED, read_table
 from tests.programs import ROOT, python
 
-KEYS = ["rows", "fitted_rows", "median_error", "p90_error", "wrong_side", "spearman", "target_decode_median_error"]
+KEYS = [
+    "rows",
+    "fitted_rows",
+    "median_error",
+    "p90_error",
+    "wrong_side",
+    "spearman",
+    "target_decode_median_error",
+]
 BENCHMARK = "benchmarks/costmodel.py"
 
 
@@ -33,7 +43,11 @@ def test_the_aims_over_all_rows():
 
 def test_the_aims_over_rows_that_were_not_fitted(tmp_path):
     header, *lines = PUBLISHED.read_text().splitlines()
-    unseen = [line for line in lines if not line.startswith("3b,") and ",self,streaming,512,pg19,8xH100" not in line]
+    unseen = [
+        line
+        for line in lines
+        if not line.startswith("3b,") and ",self,streaming,512,pg19,8xH100" not in line
+    ]
     path = tmp_path / "unseen.csv"
     path.write_text("\n".join([header, *unseen]))
     result = summary(path)
@@ -100,7 +114,8 @@ def test_the_share_of_kv_is_what_grows_with_the_context_in_the_measured_steps(ve
 def test_shares_by_bytes_and_flops_agree_with_the_model_where_both_count_the_same(versions):
     for line in versions.shares():
         assert 0 < line["share"] < line["share_of_work"] <= 1
-        if line["target"] == "llama-2-7b-32k" and line["batch"] <= 16:  # bound by memory, attention of all heads
+        # Bound by memory, attention of all heads.
+        if line["target"] == "llama-2-7b-32k" and line["batch"] <= 16:
             assert line["share_of_work"] == pytest.approx(line["by_table_1"], abs=0.05)
 
 

@@ -25,16 +25,43 @@ def profiled(model, machine, **changes):
     grid = [(b, s, g) for b in (16, 64, 256) for s in (4000, 32_000) for g in (1, 4)]
     rows = []
     for batch, context, gamma in grid:
-        row = Row("llama-3.1-8b", "self", "streaming", machine.name, context, batch, gamma, kv_budget=512, omega=2.0)
+        row = Row(
+            "llama-3.1-8b",
+            "self",
+            "streaming",
+            machine.name,
+            context,
+            batch,
+            gamma,
+            kv_budget=512,
+            omega=2.0,
+        )
         times = round_times(row.setup(model).at(hardware=machine), gamma)
-        steps = {"autoregressive": times.target.total, "draft": gamma * times.draft.total, "verify": times.verify.total}
+        steps = {
+            "autoregressive": times.target.total,
+            "draft": gamma * times.draft.total,
+            "verify": times.verify.total,
+        }
         steps |= {"speculative": times.round_s / 2.0}
-        rows.append(replace(row, **{f"{name}_ms": 1e3 * seconds for name, seconds in steps.items()} | changes))
+        rows.append(
+            replace(
+                row, **{f"{name}_ms": 1e3 * seconds for name, seconds in steps.items()} | changes
+            )
+        )
     return rows
 
 
-TRUTH = {"bandwidth_fraction": 0.85, "matmul_fraction": 0.66, "matmul_half_rows": 16.0, "layer_overhead_us": 80.0}
-TRUTH |= {"round_overhead_us": 1200.0, "allreduce_hop_us": 5.0, "allreduce_bandwidth_fraction": 0.35}
+TRUTH = {
+    "bandwidth_fraction": 0.85,
+    "matmul_fraction": 0.66,
+    "matmul_half_rows": 16.0,
+    "layer_overhead_us": 80.0,
+}
+TRUTH |= {
+    "round_overhead_us": 1200.0,
+    "allreduce_hop_us": 5.0,
+    "allreduce_bandwidth_fraction": 0.35,
+}
 
 
 @pytest.fixture
@@ -99,13 +126,26 @@ def test_the_file_it_writes_is_read_back(model, machine):
 def test_left_out_rows_are_predicted_by_the_others(model, machine):
     rows = profiled(model, machine(8, "H100"))
     rows = [replace(row, speedup=row.autoregressive_ms / row.speculative_ms) for row in rows]
-    compared = cross_validate(rows, model, lambda known: calibrate(known, model, MACHINES).machines, folds=3)
+    compared = cross_validate(
+        rows, model, lambda known: calibrate(known, model, MACHINES).machines, folds=3
+    )
     assert len(compared) == len(rows)
     assert score(compared).p90_error < 0.02
 
 
 def test_rows_on_the_wrong_side_of_one_are_those_with_a_clear_side(model):
-    row = Row("llama-3.1-8b", "self", "streaming", "8xA100", 4000, 32, 2, kv_budget=512, omega=2.54, speedup=1.06)
+    row = Row(
+        "llama-3.1-8b",
+        "self",
+        "streaming",
+        "8xA100",
+        4000,
+        32,
+        2,
+        kv_budget=512,
+        omega=2.54,
+        speedup=1.06,
+    )
     assert compare(row, model).wrong_side
     assert not compare(replace(row, speedup=1.05), model).wrong_side
     with pytest.raises(UserError, match="omega"):
@@ -113,14 +153,33 @@ def test_rows_on_the_wrong_side_of_one_are_those_with_a_clear_side(model):
 
 
 def test_a_profile_run_becomes_rows(model):
-    config = {"target": {"name": "llama-3.1-8b"}, "draft": {"name": "self", "model": None, "quantization": "none"}}
-    config |= {"cache": {"policy": "streaming", "budget": 512}, "hardware": {"name": "h200", "dtype": "float32"}}
-    point = {"batch_size": 8, "context_len": 4096, "gamma": 3, "time/target_decode_ms": 10.0, "time/draft_ms": 4.0}
+    config = {
+        "target": {"name": "llama-3.1-8b"},
+        "draft": {"name": "self", "model": None, "quantization": "none"},
+    }
+    config |= {
+        "cache": {"policy": "streaming", "budget": 512},
+        "hardware": {"name": "h200", "dtype": "float32"},
+    }
+    point = {
+        "batch_size": 8,
+        "context_len": 4096,
+        "gamma": 3,
+        "time/target_decode_ms": 10.0,
+        "time/draft_ms": 4.0,
+    }
     point |= {"time/verify_ms": 11.0, "time/round_ms": 23.5}
     (row,) = profile_rows(config, [point])
-    assert (row.draft_ms, row.verify_ms, row.autoregressive_ms, row.round_ms) == (12.0, 11.0, 10.0, 23.5)
+    assert (row.draft_ms, row.verify_ms, row.autoregressive_ms, row.round_ms) == (
+        12.0,
+        11.0,
+        10.0,
+        23.5,
+    )
     assert row.setup(model).hardware.device.name == "H200"
     assert row.setup(model).element_bytes == 4
     for draft in ({"name": "ngram"}, {"quantization": "int8"}):
-        with pytest.raises(UserError, match="a calibration needs draft=self or draft=model, unquantized"):
+        with pytest.raises(
+            UserError, match="a calibration needs draft=self or draft=model, unquantized"
+        ):
             profile_rows(config | {"draft": config["draft"] | draft}, [point])

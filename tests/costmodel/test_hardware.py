@@ -20,11 +20,13 @@ def test_names_are_counts_and_devices(name, count, device):
 
 @pytest.mark.parametrize("name", ["8xB300", "0xA100", "xA100", "", "eightA100"])
 def test_unknown_hardware_is_named_with_what_is_valid(name):
-    with pytest.raises(UserError, match=f"hardware={name} is not known.*a100_pcie.*h100, h100_pcie.*h200_nvl, l40"):
+    with pytest.raises(
+        UserError, match=f"hardware={name} is not known.*a100_pcie.*h100, h100_pcie.*h200_nvl, l40"
+    ):
         h.hardware_named(name)
 
 
-def test_a_calibrated_device_in_another_count_keeps_its_calibration_and_another_stack_may_be_named():
+def test_a_calibrated_device_in_another_count_keeps_its_calibration_and_another_stack_may_be_named():  # noqa: E501
     assert h.hardware_named("2xA100").efficiency == h.hardware_named("8xA100").efficiency
     assert h.hardware_named("2xA100").note == "calibrated on 8xA100"
     assert h.hardware_named("8xA100").stack.name == "reference-2024-08"
@@ -36,7 +38,9 @@ def test_an_uncalibrated_device_takes_its_datasheet_and_the_nearest_fractions():
     assert l40.device.bandwidth == 864e9
     assert l40.efficiency.bandwidth_fraction == a100.efficiency.bandwidth_fraction
     # It has no NVLink, so its all-reduces are not the A100's.
-    assert l40.efficiency.allreduce_hop_us == l40.device.link.hop_us > a100.efficiency.allreduce_hop_us
+    assert (
+        l40.efficiency.allreduce_hop_us == l40.device.link.hop_us > a100.efficiency.allreduce_hop_us
+    )
     assert l40.efficiency.allreduce_bandwidth_fraction == l40.device.link.fraction
     assert "no calibration for L40" in l40.note
     nvl, h100 = h.hardware_named("h100_nvl"), h.hardware_named("h100")
@@ -68,8 +72,17 @@ def test_all_reduce_moves_2n_minus_2_nths_in_log2_hops(ideal):
     assert slower.allreduce_time(1e9, 8) > machine.allreduce_time(1e9, 8)
 
 
-NAMED = {"NVIDIA H100 80GB HBM3": "H100", "NVIDIA H100 PCIe": "H100 PCIe", "NVIDIA H100 NVL": "H100 NVL"}
-NAMED |= {"NVIDIA H200": "H200", "NVIDIA H200 NVL": "H200 NVL", "NVIDIA L40": "L40", "NVIDIA L40S": "L40S"}
+NAMED = {
+    "NVIDIA H100 80GB HBM3": "H100",
+    "NVIDIA H100 PCIe": "H100 PCIe",
+    "NVIDIA H100 NVL": "H100 NVL",
+}
+NAMED |= {
+    "NVIDIA H200": "H200",
+    "NVIDIA H200 NVL": "H200 NVL",
+    "NVIDIA L40": "L40",
+    "NVIDIA L40S": "L40S",
+}
 NAMED |= {"NVIDIA A100-SXM4-80GB": "A100", "NVIDIA A100-SXM4-40GB": "A100 40GB"}
 NAMED |= {"NVIDIA A100 80GB PCIe": "A100 PCIe", "A100-PCIE-40GB": "A100 PCIe 40GB"}
 OTHERS = ["NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA GH200 480GB", "NVIDIA A10"]
@@ -113,21 +126,32 @@ def test_the_groups_figures_are_the_datasheets(path):
 def test_a_device_without_a_datasheet_needs_its_figures():
     cpu = h.configured("cpu", bandwidth_gbs=60, tflops=0.5, memory_gib=16)
     assert cpu.device.memory == 16 * h.GIB
-    with pytest.raises(UserError, match=r"hardware\.tflops=null: predicting for hardware=cpu") as error:
+    with pytest.raises(
+        UserError, match=r"hardware\.tflops=null: predicting for hardware=cpu"
+    ) as error:
         h.configured("cpu", bandwidth_gbs=60)
     offered = str(error.value).partition("one of ")[2].split(", ")
-    assert {"a100", "8xh100", "l40"} <= set(offered) <= {path.stem for path in CONF.glob("hardware/*.yaml")}
+    assert (
+        {"a100", "8xh100", "l40"}
+        <= set(offered)
+        <= {path.stem for path in CONF.glob("hardware/*.yaml")}
+    )
     assert all(h.configured(name) for name in offered)
 
 
 def test_any_cpu_takes_the_calibration_for_cpus_and_no_gpu_does(tmp_path, monkeypatch):
     for file in h.CALIBRATED.glob("*x*.yaml"):
         (tmp_path / file.name).write_text(file.read_text())
-    (tmp_path / "cpu.yaml").write_text("hardware: cpu\nstack: magicdec\nefficiency: {overlap: 0.25}\n")
+    (tmp_path / "cpu.yaml").write_text(
+        "hardware: cpu\nstack: magicdec\nefficiency: {overlap: 0.25}\n"
+    )
     monkeypatch.setattr(h, "CALIBRATED", tmp_path)
     h._calibrations.cache_clear()
     try:
-        cpu, gpu = h.configured("cpu", bandwidth_gbs=60, tflops=0.5), h.configured("rtx9", 1, 1000, 100)
+        cpu, gpu = (
+            h.configured("cpu", bandwidth_gbs=60, tflops=0.5),
+            h.configured("rtx9", 1, 1000, 100),
+        )
     finally:
         h._calibrations.cache_clear()
     assert (cpu.efficiency.overlap, cpu.note) == (0.25, "calibrated on cpu")

@@ -58,14 +58,18 @@ def test_the_papers_critical_context(setup):
     assert 3000 <= critical <= 5000
 
     def gain(context):
-        speedups = [predict(setup(batch=b, context=context), (3,), alpha=0.8).best.speedup for b in (32, 256)]
+        speedups = [
+            predict(setup(batch=b, context=context), (3,), alpha=0.8).best.speedup
+            for b in (32, 256)
+        ]
         return speedups[1] - speedups[0]
 
     assert gain(int(0.97 * critical)) < 0 <= gain(critical)
 
 
 def test_critical_context_at_its_ends(setup, model):
-    # MHA loads so much KV that the batch helps from the start; a tiny draft of few layers has next to none.
+    # MHA loads so much KV that the batch helps from the start; a tiny draft of few layers has next
+    # to none.
     assert critical_context(setup(target="llama-2-7b-32k"), 3) < critical_context(setup(), 3)
     assert critical_context(setup(target="yi-1.5-6b", hardware="8xL40"), 3) is None
 
@@ -92,7 +96,9 @@ def test_the_verdict_says_why(setup):
     assert "decoding is bound by reading the KV cache" in fast
     assert "does not fit" in verdict(predict(setup(batch=256), curves=Curves(published())))
     many = setup(hardware="1xH100", batch=256, context=600)
-    assert re.search(r"verification takes \d\.\d+ and is compute-bound", verdict(predict(many, (4,), alpha=0.5)))
+    assert re.search(
+        r"verification takes \d\.\d+ and is compute-bound", verdict(predict(many, (4,), alpha=0.5))
+    )
 
 
 def test_metrics_are_flat_and_named(setup):
@@ -108,12 +114,23 @@ def test_metrics_are_flat_and_named(setup):
     ("hardware", "element_bytes", "expected"), [("8xA100", 2, 4), ("16xA100", 2, 2), ("A100", 4, 2)]
 )
 def test_the_intensity_is_that_of_the_step(setup, hardware, element_bytes, expected):
-    """An endless context costs a FLOP per byte and query head in bf16; 4 share a KV head, and 16 ranks divide them."""
+    """An endless context costs a FLOP per byte and query head in bf16; 4 share a KV head, and 16
+    ranks divide them.
+    """
     step = replace(setup(hardware=hardware, context=10_000_000), element_bytes=element_bytes)
-    assert predict(step, (1,)).metrics()["predicted/arithmetic_intensity"] == pytest.approx(expected, rel=0.05)
+    assert predict(step, (1,)).metrics()["predicted/arithmetic_intensity"] == pytest.approx(
+        expected, rel=0.05
+    )
 
 
-TARGETS = ["llama-2-7b-32k", "llama-3.1-8b", "llama-3.1-70b", "llama-3.2-1b", "tinyllama-1.1b", "mistral-7b-v0.3"]
+TARGETS = [
+    "llama-2-7b-32k",
+    "llama-3.1-8b",
+    "llama-3.1-70b",
+    "llama-3.2-1b",
+    "tinyllama-1.1b",
+    "mistral-7b-v0.3",
+]
 TARGETS += ["qwen2.5-7b", "qwen2.5-14b", "qwen2.5-32b", "qwen3-1.7b", "qwen3-8b", "qwen3-14b"]
 TARGETS += ["yi-1.5-6b", "yi-1.5-34b"]
 
@@ -123,7 +140,9 @@ TARGETS += ["yi-1.5-6b", "yi-1.5-34b"]
 def test_every_model_predicts_on_every_machine_that_can_hold_it(setup, model, target, hardware):
     ranks = hardware_named(hardware).count
     if model(target).num_heads % ranks:
-        with pytest.raises(UserError, match=rf"hardware\.tensor_parallel={ranks}: 28 query heads.*valid: 1, 2, 4"):
+        with pytest.raises(
+            UserError, match=rf"hardware\.tensor_parallel={ranks}: 28 query heads.*valid: 1, 2, 4"
+        ):
             setup(target=target, hardware=hardware)
         return
     prediction = predict(setup(target=target, hardware=hardware), (1, 4), alpha=0.8)
@@ -141,7 +160,9 @@ def test_predicting_needs_no_torch():
 def test_plans_are_ranked_by_throughput_within_the_bounds(setup, model):
     own = IndependentModel(model=ModelChoice("llama-3.2-1b", architecture=model("llama-3.2-1b")))
     drafts = SelfSpeculation(), own
-    plans = search(setup(hardware="8xH100"), Curves(published()), (16, 32, 64, 256), drafts, latency_ms=12.0)
+    plans = search(
+        setup(hardware="8xH100"), Curves(published()), (16, 32, 64, 256), drafts, latency_ms=12.0
+    )
     rates = [plan.tokens_per_second for plan in plans.ranked]
     assert rates == sorted(rates, reverse=True)
     assert all(1e3 * plan.time_per_token_s <= 12.0 for plan in plans.ranked)
@@ -159,7 +180,9 @@ def test_where_nothing_pays_the_plan_is_autoregressive(setup):
 
 def test_a_draft_without_a_cache_is_one_candidate_per_batch(setup):
     caches = (Streaming(budget=512), SnapKV(budget=512))
-    plans = search(setup(), Curves(published()), (32, 64), (PromptLookup(), SelfSpeculation()), caches)
+    plans = search(
+        setup(), Curves(published()), (32, 64), (PromptLookup(), SelfSpeculation()), caches
+    )
     assert [p.setup.batch for p in plans.unknown if p.setup.draft.name == "ngram"] == [64, 32]
     known = Point("llama-3.1-8b", "ngram", "full", 0, 32_000, "text", 0.9, "run", settings=())
     (best, *_) = search(setup(), Curves([known]), (32,), (PromptLookup(),)).ranked

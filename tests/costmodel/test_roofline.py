@@ -19,8 +19,10 @@ def test_flops_and_bytes_are_what_counting_by_hand_gives(ideal):
     rows = batch * tokens
     assert ops["qkv"].flops == 2 * rows * 64 * (8 + 2 + 2) * 8
     assert ops["qkv"].bytes == 2 * (64 * 96 + rows * (64 + 96))
-    assert ops["attention"].flops == 4 * batch * tokens * cached * 8 * 8  # scores and values, all query heads
-    assert ops["attention"].bytes == 2 * 2 * batch * cached * 2 * 8  # keys and values of 2 KV heads, once
+    # Scores and values, all query heads.
+    assert ops["attention"].flops == 4 * batch * tokens * cached * 8 * 8
+    # Keys and values of 2 KV heads, once.
+    assert ops["attention"].bytes == 2 * 2 * batch * cached * 2 * 8
     assert ops["head"].flops == 2 * rows * 64 * 1000
     assert ops["gate_up"].number == SMALL.num_layers
 
@@ -29,7 +31,10 @@ def test_linear_layers_hold_all_weights(ideal, model):
     for config in (SMALL, model("llama-3.1-8b")):
         ops = r.operators(Pass(config, 1, 1, 1), ideal())
         weights = sum(op.number * op.flops / 2 for op in ops if op.reads == "weights")
-        embedding_and_norms = config.vocab_size * config.hidden_size + (2 * config.num_layers + 1) * config.hidden_size
+        embedding_and_norms = (
+            config.vocab_size * config.hidden_size
+            + (2 * config.num_layers + 1) * config.hidden_size
+        )
         assert weights == config.num_parameters - embedding_and_norms
 
 
@@ -38,7 +43,8 @@ def test_a_step_is_bound_by_weights_by_the_context_or_by_compute(ideal, model):
     sizes = (1, 1, 1), (8, 1, 100_000), (512, 4, 1)
     one_row, long, many = (r.step_time(Pass(config, *size), ideal()) for size in sizes)
     assert one_row.largest == "weights"
-    assert one_row.total == pytest.approx(15.0e9 / 3350e9, rel=0.01)  # all parameters but the embedding, in bf16
+    # All parameters but the embedding, in bf16.
+    assert one_row.total == pytest.approx(15.0e9 / 3350e9, rel=0.01)
     assert long.kv == pytest.approx(8 * 100_000 * config.kv_elements_per_token * 2 / 3350e9)
     assert many.largest == "compute"
     assert many.compute == pytest.approx(2 * 7.5e9 * 2048 / 989e12, rel=0.02)
@@ -53,7 +59,8 @@ def test_tensor_parallelism_divides_work_and_adds_communication(ideal, model):
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks"), [("qwen2.5-7b", 2), ("qwen2.5-7b", 4), ("tinyllama-1.1b", 8), ("llama-3.1-8b", 16)]
+    ("name", "ranks"),
+    [("qwen2.5-7b", 2), ("qwen2.5-7b", 4), ("tinyllama-1.1b", 8), ("llama-3.1-8b", 16)],
 )
 def test_a_rank_does_the_work_of_the_weights_that_it_holds(ideal, model, name, ranks):
     part = Share(0, ranks, 0, ranks)
@@ -73,7 +80,10 @@ def test_a_rank_does_the_work_of_the_weights_that_it_holds(ideal, model, name, r
 def test_an_unsharded_head_is_read_whole(ideal, model):
     config = model("llama-3.1-8b")
     sharded, whole = (ideal(8, stack=stack) for stack in ("magicdec", "reference-2024-08"))
-    more = r.step_time(Pass(config, 1, 1, 1, 8), whole).weights - r.step_time(Pass(config, 1, 1, 1, 8), sharded).weights
+    more = (
+        r.step_time(Pass(config, 1, 1, 1, 8), whole).weights
+        - r.step_time(Pass(config, 1, 1, 1, 8), sharded).weights
+    )
     assert more == pytest.approx(7 / 8 * 128256 * 4096 * 2 / 3350e9, rel=0.01)
 
 
@@ -85,8 +95,12 @@ def test_sliding_layers_read_their_window(ideal):
 
 def test_overheads_and_quantization(ideal):
     plain = r.step_time(Pass(SMALL, 1, 1, 1), ideal())
-    assert r.step_time(Pass(SMALL, 1, 1, 1), ideal(layer_overhead_us=10.0)).total - plain.total == pytest.approx(30e-6)
-    assert r.step_time(Pass(SMALL, 1, 1, 1), ideal(step_overhead_us=10.0)).total - plain.total == pytest.approx(10e-6)
+    assert r.step_time(
+        Pass(SMALL, 1, 1, 1), ideal(layer_overhead_us=10.0)
+    ).total - plain.total == pytest.approx(30e-6)
+    assert r.step_time(
+        Pass(SMALL, 1, 1, 1), ideal(step_overhead_us=10.0)
+    ).total - plain.total == pytest.approx(10e-6)
     quantized = r.step_time(Pass(SMALL, 1, 1, 1, weight_bytes=0.5), ideal())
     saved = 1.5 * r.layer_weights(SMALL) / ideal().bandwidth  # of the layers alone: the head stays
     assert plain.weights - quantized.weights == pytest.approx(saved)
@@ -103,16 +117,25 @@ def test_tiles_stretch_attention_only_where_they_are_not_split():
 
 def test_intensity_is_flops_over_bytes(ideal, model):
     config, machine = model("llama-2-7b-32k"), ideal()
-    # Without sharing of KV heads, decoding long contexts tends to one multiply-add per element: 1 FLOP per byte.
-    assert r.arithmetic_intensity(Pass(config, 64, 1, 1_000_000), machine) == pytest.approx(1.0, rel=0.05)
-    assert r.arithmetic_intensity(Pass(config, 64, 4, 1_000_000), machine) == pytest.approx(4.0, rel=0.05)
+    # Without sharing of KV heads, decoding long contexts tends to one multiply-add per element: 1
+    # FLOP per byte.
+    assert r.arithmetic_intensity(Pass(config, 64, 1, 1_000_000), machine) == pytest.approx(
+        1.0, rel=0.05
+    )
+    assert r.arithmetic_intensity(Pass(config, 64, 4, 1_000_000), machine) == pytest.approx(
+        4.0, rel=0.05
+    )
 
 
 def test_attention_has_a_share_of_the_rate_of_matmuls(ideal):
-    # Of 10,000 query tokens over as many cached ones, attention is bound by FLOPs, as are the matmuls.
+    # Of 10,000 query tokens over as many cached ones, attention is bound by FLOPs, as are the
+    # matmuls.
     forward = Pass(SMALL, 1, 10_000, 10_000)
     flops = sum(op.number * op.flops for op in r.operators(forward, ideal()) if op.reads == "kv")
-    slower = r.step_time(forward, ideal(attention_fraction=0.25)).compute - r.step_time(forward, ideal()).compute
+    slower = (
+        r.step_time(forward, ideal(attention_fraction=0.25)).compute
+        - r.step_time(forward, ideal()).compute
+    )
     assert slower == pytest.approx(3 * flops / ideal().device.flops)
 
 
@@ -120,7 +143,10 @@ def test_what_is_not_hidden_is_added(ideal, model):
     forward = Pass(model("llama-3.1-8b"), 8, 4, 4000, chooses=False)
     machine = ideal()
     parts = [
-        (op.number * op.bytes * op.stretch / machine.bandwidth, op.number * op.flops / machine.matmul_rate(op.rows))
+        (
+            op.number * op.bytes * op.stretch / machine.bandwidth,
+            op.number * op.flops / machine.matmul_rate(op.rows),
+        )
         for op in r.operators(forward, machine)
     ]
     for overlap in (1.0, 0.25):

@@ -41,9 +41,15 @@ def test_a_self_draft_over_everything_decodes_like_the_target(setup):
 
 
 def test_weights_that_are_kept_in_fewer_bytes_take_less_to_read(setup):
-    wide, narrow = (setup(batch=1, context=1, element_bytes=4.0, stored_weight_bytes=size) for size in (None, 2.0))
+    wide, narrow = (
+        setup(batch=1, context=1, element_bytes=4.0, stored_weight_bytes=size)
+        for size in (None, 2.0)
+    )
     for step in ("target", "draft", "verify"):
-        ratio = getattr(round_times(narrow, 3), step).weights / getattr(round_times(wide, 3), step).weights
+        ratio = (
+            getattr(round_times(narrow, 3), step).weights
+            / getattr(round_times(wide, 3), step).weights
+        )
         assert ratio == pytest.approx(0.5, rel=0.01)  # activations stay as they are
     weights = [memory(one, 3).target_weights for one in (wide, narrow)]
     assert weights[1] == weights[0] / 2
@@ -52,13 +58,17 @@ def test_weights_that_are_kept_in_fewer_bytes_take_less_to_read(setup):
 
 def test_the_draft_reads_its_budget_not_the_context(setup):
     assert round_times(setup(), 3).draft == round_times(setup(context=100_000), 3).draft
-    assert round_times(setup(budget=2048), 3).draft.kv == pytest.approx(4 * round_times(setup(), 3).draft.kv)
+    assert round_times(setup(budget=2048), 3).draft.kv == pytest.approx(
+        4 * round_times(setup(), 3).draft.kv
+    )
     short, few = setup(budget=512, context=256), setup(budget=256)
     assert round_times(short, 3).draft.kv == pytest.approx(round_times(few, 3).draft.kv)
 
 
 def test_drafts_without_exact_kv_feed_two_tokens_first(setup):
-    reference, ours = (round_times(setup(stack=s, batch=256), 2).draft for s in ("reference-2024-11", "magicdec"))
+    reference, ours = (
+        round_times(setup(stack=s, batch=256), 2).draft for s in ("reference-2024-11", "magicdec")
+    )
     assert reference.total > ours.total
     snapkv = setup(stack="reference-2024-11", batch=256, policy="snapkv")
     assert round_times(snapkv, 2).draft == ours
@@ -66,7 +76,9 @@ def test_drafts_without_exact_kv_feed_two_tokens_first(setup):
 
 def test_independent_drafts_run_on_all_ranks_and_the_references_on_at_most_four(setup, model):
     def ranks(name, count, tensor_parallel=None, stack="reference-2024-11"):
-        draft = IndependentModel(model=ModelChoice(name, architecture=model(name)), tensor_parallel=tensor_parallel)
+        draft = IndependentModel(
+            model=ModelChoice(name, architecture=model(name)), tensor_parallel=tensor_parallel
+        )
         return setup(count=count, draft=draft, stack=stack).draft_ranks
 
     assert ranks("llama-3.2-1b", 8, stack="magicdec") == 8
@@ -89,23 +101,40 @@ def test_ngram_drafts_take_no_time(setup):
 
 @pytest.mark.parametrize(("name", "size"), [("int8", 1.0625), ("int4", 0.5625)])
 def test_quantized_drafts_read_fewer_bytes(setup, name, size):
-    """Codes and a scale of two bytes for 32 weights, in the layers of Llama-3.1-8B; its head stays."""
-    plain, small = (round_times(setup(batch=1, draft=SelfSpeculation(quantization=q)), 3).draft for q in ("none", name))
+    """Codes and a scale of two bytes for 32 weights, in the layers of Llama-3.1-8B; its head
+    stays.
+    """
+    plain, small = (
+        round_times(setup(batch=1, draft=SelfSpeculation(quantization=q)), 3).draft
+        for q in ("none", name)
+    )
     layers, head = 32 * 4096 * (6144 + 4096 + 3 * 14336), 4096 * 128256
     expected = (layers * size + head * 2) / (layers * 2 + head * 2)
     assert small.weights == pytest.approx(plain.weights * expected, rel=0.01)
     # A copy next to the target's weights, which share embedding and head.
-    assert memory(setup(draft=SelfSpeculation(quantization=name)), 3).draft_weights == pytest.approx(layers * size / 8)
+    assert memory(
+        setup(draft=SelfSpeculation(quantization=name)), 3
+    ).draft_weights == pytest.approx(layers * size / 8)
     assert memory(setup(), 3).draft_weights == 0
 
 
-MOVED = [("cpu", "int8", 1, 5.0625), ("cpu", "int4", CODE_ROWS + 1, 0.5625), ("8xH100", "int8", CODE_ROWS, 1.0625)]
+MOVED = [
+    ("cpu", "int8", 1, 5.0625),
+    ("cpu", "int4", CODE_ROWS + 1, 0.5625),
+    ("8xH100", "int8", CODE_ROWS, 1.0625),
+]
 MOVED += [("8xH100", "int8", CODE_ROWS + 1, 5.0625), ("8xH100", "int4", CODE_ROWS + 1, 4.5625)]
 
 
 @pytest.mark.parametrize(("machine", "name", "batch", "size"), MOVED)
-def test_weights_that_are_decoded_first_are_written_and_read_in_addition(setup, machine, name, batch, size):
-    hardware = hardware_named(machine) if machine != "cpu" else configured("cpu", bandwidth_gbs=35, tflops=0.13)
+def test_weights_that_are_decoded_first_are_written_and_read_in_addition(
+    setup, machine, name, batch, size
+):
+    hardware = (
+        hardware_named(machine)
+        if machine != "cpu"
+        else configured("cpu", bandwidth_gbs=35, tflops=0.13)
+    )
     quantized = setup(batch=batch, hardware=hardware, draft=SelfSpeculation(quantization=name))
     assert quantized.moved_weight_bytes(batch) == size
 
@@ -119,7 +148,8 @@ def test_every_policy_predicts(setup, policy):
 
 def test_selection_costs_what_it_moves(setup, model):
     config = model("llama-3.1-8b")
-    key = 32 * config.kv_elements_per_token / 2 * 2 / 8 / 3350e9  # half an entry of every row, over 8 ranks
+    # Half an entry of every row, over 8 ranks.
+    key = 32 * config.kv_elements_per_token / 2 * 2 / 8 / 3350e9
     assert round_times(setup(policy="topk"), 3).select.total == pytest.approx(32_000 * key)
     pages = 2001  # of 16 entries, with room for a round's own
     assert round_times(setup(policy="quest"), 3).select.total == pytest.approx(2 * pages * key)
@@ -157,7 +187,9 @@ def test_memory_counts_weights_and_both_caches(setup, model):
     assert memory(setup(policy="full"), 4).draft_kv == 0  # reads the target's own
     assert memory(setup(policy="topk"), 4).draft_kv == 0  # likewise, through indices
     draft = model("llama-3.2-1b")
-    independent = memory(setup(draft=IndependentModel(model=ModelChoice("llama-3.2-1b", architecture=draft))), 4)
+    independent = memory(
+        setup(draft=IndependentModel(model=ModelChoice("llama-3.2-1b", architecture=draft))), 4
+    )
     assert independent.draft_weights == draft.num_parameters * 2 / 8
 
 

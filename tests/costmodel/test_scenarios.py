@@ -56,15 +56,29 @@ def planned(*overrides):
 
 
 def predicted(*overrides):
-    return outcome(predict_scenario.run, "scenario=predict", "hardware=8xa100", *LLAMA, *overrides).metrics
+    return outcome(
+        predict_scenario.run, "scenario=predict", "hardware=8xa100", *LLAMA, *overrides
+    ).metrics
 
 
 def test_predict_from_the_command_line_leaves_a_run(tmp_path):
     """It finds the paper's critical context."""
-    keys = ["scenario=predict", "hardware=8xa100", "scenario.gammas=[3]", f"runs_dir={tmp_path}", "wandb.mode=disabled"]
+    keys = [
+        "scenario=predict",
+        "hardware=8xa100",
+        "scenario.gammas=[3]",
+        f"runs_dir={tmp_path}",
+        "wandb.mode=disabled",
+    ]
     done = python("launch.py", *keys, *LLAMA)
     assert done.returncode == 0, done.stderr
-    for words in ("pays from", "what bounds the steps", "of 80 GiB", "calibrated on 8xA100", "S* is"):
+    for words in (
+        "pays from",
+        "what bounds the steps",
+        "of 80 GiB",
+        "calibrated on 8xA100",
+        "S* is",
+    ):
         assert words in done.stdout
     (path,) = tmp_path.glob("*/result.json")
     result = json.loads(path.read_text())
@@ -81,17 +95,25 @@ def test_an_acceptance_that_a_run_would_draw_is_the_predicted_one():
 
 
 def test_what_the_paper_measured_stands_beside_what_is_predicted():
-    found = outcome(predict_scenario.run, "experiment=paper/table6_snapkv", "batch.size=128").metrics
+    found = outcome(
+        predict_scenario.run, "experiment=paper/table6_snapkv", "batch.size=128"
+    ).metrics
     assert [found[f"published/{key}"] for key in ("table", "gamma", "speedup")] == ["6", 6, 2.01]
     assert found["published/draft_ms"] == pytest.approx(33.33 / 6)
     assert found["published/predicted_speedup"] == pytest.approx(2.01, rel=0.1)
-    ruler = outcome(predict_scenario.run, "experiment=paper/table2", "data=ruler", "data.task=cwe").metrics
+    ruler = outcome(
+        predict_scenario.run, "experiment=paper/table2", "data=ruler", "data.task=cwe"
+    ).metrics
     assert ruler["published/speedup"] == 2.51
     own = setup_of(as_run("NVIDIA A100-SXM4-80GB", "cuda", "experiment=paper/table3c"))
     assert published_values(own, "pg19")["published/speedup"] == 1.64, "of a run on that machine"
     first = outcome(predict_scenario.run, "experiment=paper/first_version").metrics
-    assert [first[f"published/{key}"] for key in ("gamma", "speedup")] == [5, 1.84], "of the version with that gamma"
-    assert first["published/predicted_speedup"] == pytest.approx(1.84, rel=0.15), "at the ICLR version's acceptance"
+    assert [first[f"published/{key}"] for key in ("gamma", "speedup")] == [5, 1.84], (
+        "of the version with that gamma"
+    )
+    assert first["published/predicted_speedup"] == pytest.approx(1.84, rel=0.15), (
+        "at the ICLR version's acceptance"
+    )
     elsewhere = outcome(predict_scenario.run, "experiment=paper/table2", "batch.size=42").metrics
     assert not [key for key in elsewhere if key.startswith("published/")]
 
@@ -100,8 +122,15 @@ def test_predict_takes_acceptance_from_the_run_store_first(tmp_path):
     (tmp_path / "abc").mkdir()
     result = {"status": "done", "acceptance/source": "measured", "alpha": 0.95}
     (tmp_path / "abc" / "result.json").write_text(json.dumps(result))
-    config = {"target": {"name": "llama-3.1-8b"}, "draft": {"name": "self", "model": None}, "data": {"name": "pg19"}}
-    config |= {"cache": {"policy": "streaming", "budget": 512, "num_sink": 4}, "batch": {"context_len": 32_000}}
+    config = {
+        "target": {"name": "llama-3.1-8b"},
+        "draft": {"name": "self", "model": None},
+        "data": {"name": "pg19"},
+    }
+    config |= {
+        "cache": {"policy": "streaming", "budget": 512, "num_sink": 4},
+        "batch": {"context_len": 32_000},
+    }
     config |= {"scenario": {"name": "compare"}}
     (tmp_path / "abc" / "config.yaml").write_text(yaml.safe_dump(config))
     for runs_dir, alpha in ((tmp_path, 0.95), (tmp_path / "empty", 0.81)):
@@ -110,14 +139,21 @@ def test_predict_takes_acceptance_from_the_run_store_first(tmp_path):
 
 def test_the_planned_experiment_composes_and_predicts_what_it_said(tmp_path, monkeypatch):
     monkeypatch.setattr(plan_scenario, "EXPERIMENTS", tmp_path)
-    keys = ("scenario.drafts=[llama-3.2-1b]", "scenario.policies=[streaming]", "scenario.batch_sizes=[16,32]")
+    keys = (
+        "scenario.drafts=[llama-3.2-1b]",
+        "scenario.policies=[streaming]",
+        "scenario.batch_sizes=[16,32]",
+    )
     planned(*keys, "scenario.save_as=found")
-    result = planned(*keys, "scenario.save_as=found")  # once more: it may replace what it wrote itself
+    # Once more: it may replace what it wrote itself.
+    result = planned(*keys, "scenario.save_as=found")
     assert result.history[0]["draft"] == "llama-3.2-1b"
     # Hydra finds experiments on its search path: conf/, and this folder next to it.
     (tmp_path / "experiment").mkdir()
     (tmp_path / "found.yaml").rename(tmp_path / "experiment" / "found.yaml")
-    found = compose([f"hydra.searchpath=[file://{tmp_path}]", "experiment=found", "scenario=predict"])
+    found = compose(
+        [f"hydra.searchpath=[file://{tmp_path}]", "experiment=found", "scenario=predict"]
+    )
     assert (found.target.name, found.draft.model.name) == ("llama-3.1-8b", "llama-3.2-1b")
     assert (found.batch.size, found.batch.context_len) == (32, 32_000)
     assert (found.cache.budget, found.hardware.name) == (512, "8xh100")
@@ -138,11 +174,16 @@ def test_a_plan_takes_each_policy_with_its_own_settings(tmp_path, monkeypatch):
 
 
 def test_a_plan_shows_what_is_not_known_at_every_batch():
-    keys = ("scenario.drafts=[self,llama-3.2-1b,ngram]", "scenario.policies=[streaming,window,snapkv]")
+    keys = (
+        "scenario.drafts=[self,llama-3.2-1b,ngram]",
+        "scenario.policies=[streaming,window,snapkv]",
+    )
     console = Console(file=io.StringIO(), width=80)
     console.print(planned(*keys, "scenario.batch_sizes=[16,32,128]", "scenario.save_as=null").view)
     shown = console.file.getvalue()
-    assert re.search(r"32 +llama-3.2-1b +streaming 512 +3 +[\d,]+ +[\d.]+ +1\.46x \| 1\.\d\dx", shown)
+    assert re.search(
+        r"32 +llama-3.2-1b +streaming 512 +3 +[\d,]+ +[\d.]+ +1\.46x \| 1\.\d\dx", shown
+    )
     heading, _, *rows = shown[shown.index("by batch") :].splitlines()[2:10]
     assert heading.split() == ["draft", "cache", "16", "32", "128"]
     for small, medium, large in [map(float, row.split()[-3:]) for row in rows]:
@@ -168,10 +209,19 @@ def test_a_plan_is_not_written_where_another_option_takes_precedence(tmp_path, m
     ("target", "keys", "named"),
     [
         ("llama-3.1-8b", ["scenario.alpha=0.7", *QWEN3], "draft.model: its vocabulary has 151936"),
-        ("llama-3.1-8b", ["scenario.drafts=[self,qwen3-1.7b]"], r"scenario.drafts: qwen3-1.7b: its vocabulary"),
-        ("llama-3.1-8b", ["scenario.schedule=vllm", *QWEN3], "draft.model: its vocabulary has 151936"),
+        (
+            "llama-3.1-8b",
+            ["scenario.drafts=[self,qwen3-1.7b]"],
+            r"scenario.drafts: qwen3-1.7b: its vocabulary",
+        ),
+        (
+            "llama-3.1-8b",
+            ["scenario.schedule=vllm", *QWEN3],
+            "draft.model: its vocabulary has 151936",
+        ),
         ("llama-3.1-8b", ["scenario=predict", *QWEN3], "draft.model: its vocabulary has 151936"),
-        ("llama-3.1-8b", ["draft=model", "draft.tensor_parallel=4"], None),  # the search does not read its model
+        # The search does not read its model.
+        ("llama-3.1-8b", ["draft=model", "draft.tensor_parallel=4"], None),
         ("qwen2.5-32b", ["scenario.alpha=0.7", *QWEN3], None),  # the same tokens, padded otherwise
         ("qwen2.5-32b", ["scenario.drafts=[self,qwen3-1.7b]"], None),
     ],
@@ -187,7 +237,13 @@ def test_a_plan_takes_no_draft_of_another_vocabulary(target, keys, named):
 
 
 def test_an_automatic_batch_is_what_fits():
-    keys = ["scenario=predict", "target=llama-3.1-8b", "hardware=h100", "cache.budget=512", "batch.context_len=16000"]
+    keys = [
+        "scenario=predict",
+        "target=llama-3.1-8b",
+        "hardware=h100",
+        "cache.budget=512",
+        "batch.context_len=16000",
+    ]
 
     def planned(*more):
         config = compose([*keys, *more])
@@ -211,7 +267,10 @@ def test_an_automatic_batch_is_what_fits():
         (["scenario.critical_batches=[64]"], "must be a smaller and a larger batch"),
         (["target=qwen3-8b", "batch.context_len=50000"], r"batch\.context_len=40896 would fit"),
         (["scenario.alpha=1.5"], r"scenario\.alpha=1\.5: must be between 0 and 1"),
-        (["hardware=h100", "hardware.tensor_parallel=3"], r"hardware\.tensor_parallel=3: 32 query heads"),
+        (
+            ["hardware=h100", "hardware.tensor_parallel=3"],
+            r"hardware\.tensor_parallel=3: 32 query heads",
+        ),
         (
             ["draft=model", "target@draft.model=llama-3.2-1b", "draft.tensor_parallel=3"],
             r"draft\.tensor_parallel=3: must divide",
@@ -229,15 +288,23 @@ def test_mistakes_in_a_prediction_are_named(keys, names):
 
 def test_ranks_that_cannot_divide_a_model_are_refused_by_a_plan():
     common = ("scenario.save_as=null", "scenario.policies=[streaming,quantized]")
-    with pytest.raises(UserError, match=r"hardware\.tensor_parallel=3: 32 query heads.*valid: 1, 2, 4"):
+    with pytest.raises(
+        UserError, match=r"hardware\.tensor_parallel=3: 32 query heads.*valid: 1, 2, 4"
+    ):
         planned(*common, "hardware.tensor_parallel=3")
-    with pytest.raises(UserError, match=r"draft\.tensor_parallel=8: 28 query heads.*valid: 1, 2, 4"):
+    with pytest.raises(
+        UserError, match=r"draft\.tensor_parallel=8: 28 query heads.*valid: 1, 2, 4"
+    ):
         planned(*common, *QWEN, "target=qwen2.5-32b", "draft.tensor_parallel=8")
     found = planned(*common, *QWEN, "target=qwen2.5-32b", "draft.tensor_parallel=4")
-    assert {"none"} == {line["draft"] for line in found.history}, "no acceptance is known of that draft"
+    assert {"none"} == {line["draft"] for line in found.history}, (
+        "no acceptance is known of that draft"
+    )
 
 
-@pytest.mark.parametrize(("fraction", "error"), [(0.5, None), (1.2, r"efficiency\.matmul_fraction=1\.2")])
+@pytest.mark.parametrize(
+    ("fraction", "error"), [(0.5, None), (1.2, r"efficiency\.matmul_fraction=1\.2")]
+)
 def test_a_hardware_file_can_hold_its_calibration(tmp_path, fraction, error):
     (tmp_path / "hardware").mkdir()
     own = f"defaults: [h200, _self_]\nname: h200\nefficiency:\n  matmul_fraction: {fraction}\n"
@@ -272,32 +339,47 @@ def test_a_run_that_cannot_pay_is_warned_about(setup):
 
 def test_beside_a_run_stand_predictions_and_their_errors(setup):
     times = round_times(setup(), 3)
-    measured = {"alpha": 0.8, "speedup": 1.0, "time/draft_ms": 1e3 * times.draft.total, "time/verify_ms": None}
+    measured = {
+        "alpha": 0.8,
+        "speedup": 1.0,
+        "time/draft_ms": 1e3 * times.draft.total,
+        "time/verify_ms": None,
+    }
     measured |= {"time/target_decode_ms": 2e3 * times.target.total}
     result = predicted_metrics(setup(), 3, measured | {"speedup_wall": 0.5}, 64)
-    assert result["predicted/speedup_wall_error"] == pytest.approx(2 * result["predicted/speedup_wall"] - 1)
+    assert result["predicted/speedup_wall_error"] == pytest.approx(
+        2 * result["predicted/speedup_wall"] - 1
+    )
     assert result["predicted/gamma"] == 3
     assert result["predicted/target_decode_error"] == pytest.approx(-0.5)
     assert result["predicted/draft_error"] == pytest.approx(0.0)
     assert result["predicted/speedup_error"] == pytest.approx(result["predicted/speedup"] - 1)
     assert "predicted/verify_error" not in result
     assert result["predicted/step_error"] == pytest.approx(-0.5), "the largest of the steps' errors"
-    unknown = predicted_metrics(setup(), 3, measured | {"alpha": None})  # nothing was proposed, or nothing measured
+    # Nothing was proposed, or nothing measured.
+    unknown = predicted_metrics(setup(), 3, measured | {"alpha": None})
     assert unknown["predicted/speedup"] is None
     assert "predicted/speedup_error" not in unknown
 
 
 def test_a_step_is_compared_with_its_limit(setup):
-    """A decode step of one row reads the weights but for the embedding, and a long prompt's keys and values."""
+    """A decode step of one row reads the weights but for the embedding, and a long prompt's keys
+    and values.
+    """
     at = setup(hardware="h100", batch=1, context=4000)
     read = 15.0e9 + 4000 * at.target.kv_elements_per_token * 2
-    measured = {"time/target_decode_ms": 2e3 * read / at.hardware.device.bandwidth, "time/draft_ms": None}
+    measured = {
+        "time/target_decode_ms": 2e3 * read / at.hardware.device.bandwidth,
+        "time/draft_ms": None,
+    }
     assert limit_metrics(at, 3, measured) == {"limit/target_decode": pytest.approx(0.5, rel=0.02)}
 
 
 @pytest.mark.parametrize("policy", ["quest", "topk", "verify_guided"])
 def test_a_draft_step_is_compared_with_the_selection_that_it_makes(setup, policy):
-    """A run times a choice of every step within the step (time/draft_ms), and one of a round within the round."""
+    """A run times a choice of every step within the step (time/draft_ms), and one of a round within
+    the round.
+    """
     at = setup(policy=policy, **{"refresh": 4} if policy == "verify_guided" else {})
     times = round_times(at, 3)
     is_within = policy != "verify_guided"
@@ -305,13 +387,18 @@ def test_a_draft_step_is_compared_with_the_selection_that_it_makes(setup, policy
     result = predicted_metrics(at, 3, {"alpha": 0.8, "time/draft_ms": 1e3 * step})
     assert times.select.total > 0
     assert result["predicted/draft_error"] == pytest.approx(0.0)
-    assert sum(v for k, v in result.items() if k.startswith("predicted/draft/")) == pytest.approx(1e3 * step)
+    assert sum(v for k, v in result.items() if k.startswith("predicted/draft/")) == pytest.approx(
+        1e3 * step
+    )
     choices = 3 if is_within else 1 / 4  # of a round
-    assert result["predicted/select_ms"] * choices == pytest.approx(3e3 * times.select.total), "one choice"
+    assert result["predicted/select_ms"] * choices == pytest.approx(3e3 * times.select.total), (
+        "one choice"
+    )
 
 
 def test_an_ideal_card_gives_what_bytes_alone_allow(ideal, setup):
-    # 24 x 32k on one H200: 2.15 at alpha 0.80 and budget 512, 2.38 at 0.89 and 2,049, by reading KV and weights alone.
+    # 24 x 32k on one H200: 2.15 at alpha 0.80 and budget 512, 2.38 at 0.89 and 2,049, by reading KV
+    # and weights alone.
     for alpha, budget, expected in ((0.80, 512, 2.15), (0.89, 2049, 2.38)):
         at = setup(batch=24, budget=budget, hardware="h200").at(hardware=ideal(device="H200"))
         assert predict(at, alpha=alpha).best.speedup == pytest.approx(expected, rel=0.02)

@@ -20,7 +20,14 @@ from magicdec.costmodel.engine_settings import FORMS, read_vllm
 from magicdec.costmodel.hardware import hardware_named
 from magicdec.costmodel.predict import predict
 from magicdec.costmodel.round import Setup
-from magicdec.costmodel.schedules import Cell, Entry, Schedule, batches_up_to, predicted_cells, schedule
+from magicdec.costmodel.schedules import (
+    Cell,
+    Entry,
+    Schedule,
+    batches_up_to,
+    predicted_cells,
+    schedule,
+)
 from magicdec.errors import UserError
 from magicdec.planning.prediction import draft_named
 
@@ -33,7 +40,9 @@ SPEEDS = st.lists(st.floats(0.5, 2.0), min_size=len(GAMMAS), max_size=len(GAMMAS
 def setup(model):
     draft = draft_named("llama-3.2-1b", None)
     draft = replace(draft, model=replace(draft.model, path="meta-llama/Llama-3.2-1B"))
-    return Setup(model("llama-3.1-8b"), hardware_named("h100"), 8, 8000, draft, target_name="llama-3.1-8b")
+    return Setup(
+        model("llama-3.1-8b"), hardware_named("h100"), 8, 8000, draft, target_name="llama-3.1-8b"
+    )
 
 
 def fewest(rows, tolerance):
@@ -49,7 +58,10 @@ def fewest(rows, tolerance):
 
 @given(st.lists(SPEEDS, min_size=1, max_size=9), st.floats(0, 0.5))
 def test_few_ranges_within_the_tolerance(speeds, tolerance):
-    rows = [Cell(batch, 1000, dict(zip(GAMMAS, row, strict=True))) for batch, row in enumerate(speeds, start=1)]
+    rows = [
+        Cell(batch, 1000, dict(zip(GAMMAS, row, strict=True)))
+        for batch, row in enumerate(speeds, start=1)
+    ]
     found = schedule(rows, tolerance)
     assert all(found.share(cell) >= 1 - tolerance - 1e-12 for cell in rows)
     assert len(found.entries) <= fewest(rows, tolerance)
@@ -58,7 +70,9 @@ def test_few_ranges_within_the_tolerance(speeds, tolerance):
     assert all(before.batch[1] + 1 == after.batch[0] for before, after in pairwise(found.entries))
 
 
-@given(st.lists(st.lists(SPEEDS, min_size=2, max_size=4), min_size=1, max_size=3), st.floats(0, 0.5))
+@given(
+    st.lists(st.lists(SPEEDS, min_size=2, max_size=4), min_size=1, max_size=3), st.floats(0, 0.5)
+)
 def test_contexts_share_the_ranges_of_batches(speeds, tolerance):
     contexts = (1000, 4000, 9000)
     rows = [
@@ -85,9 +99,13 @@ def least_of_one_gamma(cells):
     return max(min(cell.share(gamma) for cell in cells) for gamma in cells[0].speedups)
 
 
-@given(st.lists(st.lists(SPEEDS, min_size=2, max_size=2), min_size=1, max_size=6), st.floats(0, 0.5))
+@given(
+    st.lists(st.lists(SPEEDS, min_size=2, max_size=2), min_size=1, max_size=6), st.floats(0, 0.5)
+)
 def test_each_batch_reaches_what_one_gamma_can(speeds, tolerance):
-    """One gamma for two contexts: a batch for which these disagree lowers what it reaches itself, and no other."""
+    """One gamma for two contexts: a batch for which these disagree lowers what it reaches itself,
+    and no other.
+    """
     cells = [
         Cell(batch, context, dict(zip(GAMMAS, row, strict=True)))
         for batch, pair in enumerate(speeds, start=1)
@@ -101,13 +119,21 @@ def test_each_batch_reaches_what_one_gamma_can(speeds, tolerance):
 def test_cells_are_predictions_as_far_as_memory_goes(setup):
     found = list(predicted_cells(setup, 300, [8000, 100_000], (1, 3), 0.8, Curves([]), 100))
     for cell in found[:: len(found) // 5]:
-        expected = predict(setup.at(batch=cell.batch, context=cell.context), (1, 3), 0.8, generate_len=100)
+        expected = predict(
+            setup.at(batch=cell.batch, context=cell.context), (1, 3), 0.8, generate_len=100
+        )
         assert cell.speedups == {0: 1.0} | {at.gamma: at.speedup for at in expected.by_gamma}
     assert max(cell.batch for cell in found if cell.context == 100_000) < 10, "80 GiB"
-    with pytest.raises(UserError, match=r"scenario.alpha=null: no acceptance is known .*; give one"):
+    with pytest.raises(
+        UserError, match=r"scenario.alpha=null: no acceptance is known .*; give one"
+    ):
         list(predicted_cells(setup, 4, [8000], (1, 3), None, Curves([]), 100))
     with pytest.raises(UserError, match="not even one row fits"):
-        list(predicted_cells(setup.at(hardware=hardware_named("l40")), 4, [1_000_000], (1,), 0.8, Curves([]), 100))
+        list(
+            predicted_cells(
+                setup.at(hardware=hardware_named("l40")), 4, [1_000_000], (1,), 0.8, Curves([]), 100
+            )
+        )
 
 
 def test_batches_to_predict():
@@ -123,7 +149,9 @@ ROWS = (Entry((1, 4), (1, 8000), 5), Entry((5, 32), (1, 8000), 2), Entry((33, 64
 
 def with_rows(rows):
     """A schedule whose predictions agree with it."""
-    found = [Cell(batch, row.context[1], {0: 1.0, row.gamma: 1.5}) for row in rows for batch in row.batch]
+    found = [
+        Cell(batch, row.context[1], {0: 1.0, row.gamma: 1.5}) for row in rows for batch in row.batch
+    ]
     return Schedule(tuple(found), tuple(rows))
 
 
@@ -156,7 +184,9 @@ def test_engines_read_the_schedule_as_it_is(setup):
         assert gamma == read
         assert sglang(slots, batch) == gamma
         assert tensorrt_llm(trt["draft_len_schedule"], batch) == gamma
-    assert read_vllm(config).entries == tuple(row._replace(context=(1, sys.maxsize)) for row in ROWS)
+    assert read_vllm(config).entries == tuple(
+        row._replace(context=(1, sys.maxsize)) for row in ROWS
+    )
     assert 64 not in trt["draft_len_schedule"], "beyond the last entry it does not speculate anyway"
 
 
@@ -171,10 +201,12 @@ given = json.load(open(file)) | {"model": draft}
 model = ModelConfig(model=target, dtype="float32", max_model_len=1024)
 config = SpeculativeConfig(**given, target_model_config=model, target_parallel_config=ParallelConfig())
 print([list(entry) for entry in config.num_speculative_tokens_per_batch_size])
-"""
+"""  # noqa: E501
 
 
-@pytest.mark.skipif(not VLLM, reason="MAGICDEC_VLLM_PYTHON names no Python of an environment with vLLM")
+@pytest.mark.skipif(
+    not VLLM, reason="MAGICDEC_VLLM_PYTHON names no Python of an environment with vLLM"
+)
 def test_vllms_own_configuration_accepts_the_file(setup, tmp_path):
     file = tmp_path / "schedule.json"
     file.write_text(FORMS["vllm"].settings(with_rows(ROWS), setup).content)
@@ -187,13 +219,19 @@ def test_vllms_own_configuration_accepts_the_file(setup, tmp_path):
 def test_a_context_range_stands_between_batch_and_gamma(setup):
     rows = [Entry((1, 8), (1, 3999), 2), Entry((1, 8), (4000, 32_000), 4)]
     config = json.loads(FORMS["vllm_by_context"].settings(with_rows(rows), setup).content)
-    assert config["num_speculative_tokens_per_batch_size"] == [[1, 8, 1, 3999, 2], [1, 8, 4000, 32_000, 4]]
+    assert config["num_speculative_tokens_per_batch_size"] == [
+        [1, 8, 1, 3999, 2],
+        [1, 8, 4000, 32_000, 4],
+    ]
 
 
 def test_what_an_engine_cannot_express_is_a_note(setup):
     rising = with_rows([Entry((1, 8), (1, 8000), 2), Entry((9, 64), (1, 8000), 4)])
     found = FORMS["tensorrt_llm"].settings(rising, setup)
-    assert yaml.safe_load(found.content)["speculative_config"]["draft_len_schedule"] == {8: 2, 64: 2}
+    assert yaml.safe_load(found.content)["speculative_config"]["draft_len_schedule"] == {
+        8: 2,
+        64: 2,
+    }
     assert "at most 2" in found.note
     late = with_rows([Entry((1, 8), (1, 8000), 0), Entry((9, 64), (1, 8000), 4)])
     found = FORMS["tensorrt_llm"].settings(late, setup)
@@ -209,6 +247,8 @@ def test_what_an_engine_cannot_express_is_a_note(setup):
 def test_an_engine_without_the_draft_refuses_it(setup):
     own = setup.at(draft=draft_named("self", None))
     for name, form in FORMS.items():
-        with pytest.raises(UserError, match=f"draft=self: {form.label} cannot be set to it; choose draft="):
+        with pytest.raises(
+            UserError, match=f"draft=self: {form.label} cannot be set to it; choose draft="
+        ):
             form.settings(with_rows(ROWS), own)
         assert form.label, name

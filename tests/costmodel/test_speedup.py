@@ -12,7 +12,9 @@ ALPHAS = st.floats(0.0, 1.0)
 
 @given(GAMMAS, st.floats(0.0, 0.99))
 def test_omega_is_the_closed_form(gamma, alpha):
-    assert s.omega(gamma, alpha) == pytest.approx((1 - alpha ** (gamma + 1)) / (1 - alpha), rel=1e-12)
+    assert s.omega(gamma, alpha) == pytest.approx(
+        (1 - alpha ** (gamma + 1)) / (1 - alpha), rel=1e-12
+    )
 
 
 @pytest.mark.parametrize("gamma", [0, 1, 5, 32])
@@ -25,7 +27,9 @@ def test_omega_at_its_limits(gamma):
 @given(GAMMAS, ALPHAS)
 def test_alpha_inverts_omega(gamma, alpha):
     # Omega grows at least as fast as alpha does: the inverse is sharp everywhere.
-    assert s.alpha_from_acceptance_length(s.omega(gamma, alpha), gamma) == pytest.approx(alpha, abs=1e-9)
+    assert s.alpha_from_acceptance_length(s.omega(gamma, alpha), gamma) == pytest.approx(
+        alpha, abs=1e-9
+    )
 
 
 @pytest.mark.parametrize(("length", "alpha"), [(0.99, 0.0), (1.0, 0.0), (4.0, 1.0), (4.001, 1.0)])
@@ -43,7 +47,8 @@ def test_omega_is_what_a_simulated_round_yields():
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ((2, 0.5, 3.25, 1.1, 4.3), 1.75 / 2),  # worked by hand: it yields 1.75 tokens for 2 * 1.1 + 4.3 = 6.5
+        # Worked by hand: it yields 1.75 tokens for 2 * 1.1 + 4.3 = 6.5.
+        ((2, 0.5, 3.25, 1.1, 4.3), 1.75 / 2),
         ((7, 1.0, 2.0, 0.0, 2.0), 8.0),  # a free draft with everything accepted gains gamma + 1
         ((3, 0.0, 1.0, 0.2, 1.1), 1 / 1.7),  # with nothing accepted it can only cost
     ],
@@ -71,7 +76,9 @@ def test_the_rounds_of_a_batch_match_a_simulation(gamma, num_tokens, alpha):
     accepted = rng.random((trials, num_rows, num_tokens, gamma)) < alpha
     lengths = accepted.cumprod(axis=-1).sum(axis=-1) + 1
     rounds = (lengths.cumsum(axis=-1) < num_tokens).sum(axis=-1) + 1
-    assert s.batch_rounds(gamma, alpha, num_rows, num_tokens) == pytest.approx(rounds.max(axis=1).mean(), rel=0.01)
+    assert s.batch_rounds(gamma, alpha, num_rows, num_tokens) == pytest.approx(
+        rounds.max(axis=1).mean(), rel=0.01
+    )
 
 
 def test_the_speedup_of_a_batch_is_that_of_a_row_less_the_wait():

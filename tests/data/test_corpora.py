@@ -31,7 +31,10 @@ def test_text_of_a_folder(tmp_path):
     (tmp_path / "image.png").write_bytes(b"\xff" * 100)
     (tmp_path / ".git").mkdir()
     (tmp_path / ".git" / "c.txt").write_text("g" * 100)
-    assert {source.split("#")[0] for source in load("text", tmp_path).sources} == {"sub/a.md", "b.txt"}
+    assert {source.split("#")[0] for source in load("text", tmp_path).sources} == {
+        "sub/a.md",
+        "b.txt",
+    }
 
 
 def test_text_of_one_file_with_any_suffix_and_a_byte_order_mark(tmp_path):
@@ -57,11 +60,18 @@ def test_text_errors(tmp_path):
 
 def test_prompts_are_the_users_own_and_ragged(tmp_path):
     file = tmp_path / "mine.jsonl"
-    file.write_text('{"prompt": "hello"}\n\n{"messages": [{"role": "user", "content": "hi"}]}\n{"prompt": "unused"}\n')
+    file.write_text(
+        '{"prompt": "hello"}\n\n{"messages": [{"role": "user", "content": "hi"}]}\n{"prompt":'
+        ' "unused"}\n'
+    )
     prompts = load("prompts", file)
     assert texts(prompts) == ["hello", "hi"]
     lengths = {name: value for name, value in prompts.facts.items() if "context_len" in name}
-    assert lengths == {"data/context_len_mean": 3.5, "data/context_len_min": 2, "data/context_len_max": 5}
+    assert lengths == {
+        "data/context_len_mean": 3.5,
+        "data/context_len_min": 2,
+        "data/context_len_max": 5,
+    }
     assert prompts.sources == ["mine.jsonl:1", "mine.jsonl:3"]
     assert texts(load("prompts", file, tokenizer=CharacterTokenizer(bos=True)))[0] == "\x01hello"
     templated = load("prompts", file, tokenizer=CharacterTokenizer(bos=True, chat_template="..."))
@@ -81,9 +91,15 @@ def test_prompts_are_the_users_own_and_ragged(tmp_path):
         ('{"messages": [{"role": "user"}]}', '"messages" must be'),
         ('{"messages": [{"role": "nobody", "content": ""}]}', "unknown role nobody"),
         ('{"prompt": "a\\ud800"}', "cannot be read (UnicodeEncodeError: "),
-        ('{"messages": [{"role": "user", "content": "\\udfff"}]}', "cannot be read (UnicodeEncodeError: "),
+        (
+            '{"messages": [{"role": "user", "content": "\\udfff"}]}',
+            "cannot be read (UnicodeEncodeError: ",
+        ),
         ('{"prompt": ' + "[" * 100_000, "cannot be read (RecursionError: "),
-        ('{"prompt": ' + "1" * 6000 + "}", "cannot be read (ValueError: Exceeds the limit (4300 digits)"),
+        (
+            '{"prompt": ' + "1" * 6000 + "}",
+            "cannot be read (ValueError: Exceeds the limit (4300 digits)",
+        ),
         (json.dumps({"prompt": "x" * 21}), "21 tokens, more than batch.context_len=20"),
     ],
 )
@@ -107,7 +123,9 @@ def test_pg19_from_a_local_copy_takes_the_test_split(tmp_path):
         (tmp_path / split).mkdir()
         (tmp_path / split / "1.txt").write_text(split * 30)
     assert "test" in texts(load("pg19", tmp_path, num_rows=1))[0]
-    assert texts(load("pg19", tmp_path / "train", num_rows=1))[0].startswith(("train", "rain", "ain", "in", "n"))
+    assert texts(load("pg19", tmp_path / "train", num_rows=1))[0].startswith(
+        ("train", "rain", "ain", "in", "n")
+    )
 
 
 def test_pg19_without_the_library_says_what_to_install(monkeypatch):
@@ -131,7 +149,8 @@ def test_pg19_through_the_library(monkeypatch):
 
 def test_random_needs_no_tokenizer_and_repeats_itself():
     one, again, fewer, others = (
-        load_prompts("random", PromptRequest(rows, 30, 7, seed=seed)) for rows, seed in ((5, 3), (5, 3), (2, 3), (5, 4))
+        load_prompts("random", PromptRequest(rows, 30, 7, seed=seed))
+        for rows, seed in ((5, 3), (5, 3), (2, 3), (5, 4))
     )
     assert one == again
     assert one.tokens[:2] == fewer.tokens
@@ -148,7 +167,9 @@ def test_a_tokenizer_larger_than_the_models_vocabulary_is_an_error(tmp_path):
 def test_importing_the_package_imports_no_heavy_library():
     heavy = ("transformers", "datasets", "hydra", "wandb", "torch")
     code = f"import sys, magicdec.data; print([name for name in {heavy} if name in sys.modules])"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert result.stdout.strip() == "[]"
 
 
@@ -181,6 +202,8 @@ def test_edited_prompts_are_another_run(tmp_path):
     ids = []
     for content in ("hello", "hallo"):
         file.write_text(json.dumps({"prompt": content}))
-        plan = resolve(compose(["hardware=cpu", "batch.size=1", "data=prompts", f"data.path={file}"]))
+        plan = resolve(
+            compose(["hardware=cpu", "batch.size=1", "data=prompts", f"data.path={file}"])
+        )
         ids.append(run_id({}, plan.fingerprints, ""))
     assert ids[0] != ids[1]

@@ -19,35 +19,58 @@ from tests.refusals import refusal
 TEXT = [f"{number} " + chr(97 + number) * 40 for number in range(6)]
 # Rows with the field names of each data set, and what a run makes of the first four.
 TURNS = [
-    {"question_id": n, "category": c, "turns": [TEXT[n], "and?"]} for n, c in enumerate(["qa", "qa", "rag", "math"])
+    {"question_id": n, "category": c, "turns": [TEXT[n], "and?"]}
+    for n, c in enumerate(["qa", "qa", "rag", "math"])
 ]
-IN_TURNS = {"texts": [TEXT[0], TEXT[2], TEXT[3], TEXT[1]], "categories": ["qa", "rag", "math", "qa"]}
+IN_TURNS = {
+    "texts": [TEXT[0], TEXT[2], TEXT[3], TEXT[1]],
+    "categories": ["qa", "rag", "math", "qa"],
+}
 LONG = {"dataset": "qasper", "length": 9, "language": "en", "all_classes": None, "_id": "x"}
 PRESETS = {
     "speed_bench": ([{**row, "sub_category": "", "multiturn": True} for row in TURNS], IN_TURNS),
     "mt_bench": (TURNS, IN_TURNS),
     "longbench": (
-        [{"input": f"{n}?", "context": TEXT[n], "answers": [f"{n}", "no"], **LONG} for n in range(4)],
-        {"texts": [f"{TEXT[n]}\n\n{n}?" for n in range(4)], "answers": [[f"{n}", "no"] for n in range(4)]},
+        [
+            {"input": f"{n}?", "context": TEXT[n], "answers": [f"{n}", "no"], **LONG}
+            for n in range(4)
+        ],
+        {
+            "texts": [f"{TEXT[n]}\n\n{n}?" for n in range(4)],
+            "answers": [[f"{n}", "no"] for n in range(4)],
+        },
     ),
     "sharegpt": (
         [{"id": "a", "conversations": [{"from": "human", "value": "left out, without an answer"}]}]
-        + [{"id": "b", "conversations": [{"from": "human", "value": TEXT[n]}, {"value": "42"}]} for n in range(4)],
+        + [
+            {"id": "b", "conversations": [{"from": "human", "value": TEXT[n]}, {"value": "42"}]}
+            for n in range(4)
+        ],
         {"texts": TEXT[:4], "output_lens": [2] * 4, "num_left_out": 1},
     ),
     "mooncake": (
-        [{"timestamp": at, "input_length": at // 100 + 9, "output_length": 5} for at in (0, 0, 900, 300)],
+        [
+            {"timestamp": at, "input_length": at // 100 + 9, "output_length": 5}
+            for at in (0, 0, 900, 300)
+        ],
         {"lengths": [9, 9, 12, 18], "output_lens": [5] * 4, "arrivals_s": [0.0, 0.0, 0.3, 0.9]},
     ),
     "burstgpt": (
-        "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n5,ChatGPT,9,7,16,API log\n"
-        "6,GPT-4,9,0,9,API log\n45.5,GPT-4,12,3,15,Conversation log\n46,ChatGPT,8,1,9,API log\n47,GPT-4,8,1,9,x\n",
+        (
+            "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log"
+            " Type\n5,ChatGPT,9,7,16,API log\n6,GPT-4,9,0,9,API"
+            " log\n45.5,GPT-4,12,3,15,Conversation log\n46,ChatGPT,8,1,9,API"
+            " log\n47,GPT-4,8,1,9,x\n"
+        ),
         {"lengths": [9, 12, 8, 8], "arrivals_s": [0.0, 40.5, 41.0, 42.0], "num_left_out": 1}
         | {"categories": ["ChatGPT", "GPT-4", "ChatGPT", "GPT-4"]},
     ),
     "azure_llm": (
-        "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9799600,9,10\n2023-11-16 18:17:04.0319600,8,8\n"
-        "2023-11-16 18:17:05.4799600,7,1\n2024-05-10 00:00:00.009930+00:00,7,1\n",
+        (
+            "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9799600,9,10\n2023-11-16"
+            " 18:17:04.0319600,8,8\n2023-11-16 18:17:05.4799600,7,1\n2024-05-10"
+            " 00:00:00.009930+00:00,7,1\n"
+        ),
         {"lengths": [9, 8, 7, 7], "output_lens": [10, 8, 1, 1]},
     ),
 }
@@ -56,7 +79,9 @@ PRESETS = {
 def written(folder, content):
     """The file of a data set: CSV as it is, or a row a line."""
     file = folder / ("rows.csv" if isinstance(content, str) else "rows.jsonl")
-    file.write_text(content if isinstance(content, str) else "".join(json.dumps(row) + "\n" for row in content))
+    file.write_text(
+        content if isinstance(content, str) else "".join(json.dumps(row) + "\n" for row in content)
+    )
     return file
 
 
@@ -72,7 +97,9 @@ def test_every_preset_reads_the_fields_of_its_data_set(tmp_path, preset, capsys)
     prompts = loaded(written(tmp_path, content), preset=preset)
     found = {"texts": texts(prompts), "lengths": [len(row) for row in prompts.tokens]}
     assert {key: found.get(key) or getattr(prompts, key) for key in expected} == expected
-    assert ("left out 1 that do not fit, the first: " in capsys.readouterr().err) == ("num_left_out" in expected)
+    assert ("left out 1 that do not fit, the first: " in capsys.readouterr().err) == (
+        "num_left_out" in expected
+    )
     assert prompts.facts.get("data/rows_left_out", 0) == prompts.num_left_out
 
 
@@ -98,7 +125,9 @@ def test_prompts_of_a_length_alone_are_different_parts_of_the_filler(tmp_path):
     assert {row[0] for row in prompts.tokens} == {1}
     used = [token for row in prompts.tokens for token in row[1:]]
     assert len(set(used)) == len(used)
-    with pytest.raises(UserError, match=r"^data.filler=.*book is too short: .*take more text with data.filler$"):
+    with pytest.raises(
+        UserError, match=r"^data.filler=.*book is too short: .*take more text with data.filler$"
+    ):
         loaded(written(tmp_path, rows * 2), "data.prompt_len=n", filler, num_rows=10)
 
 
@@ -106,22 +135,54 @@ def test_prompts_of_a_length_alone_are_different_parts_of_the_filler(tmp_path):
     ("row", "keys", "reason"),
     [
         ("{p: 1}", "prompt=p", "line 2 is not JSON: "),
-        ({"prmpt": "x"}, "prompt=prompt", "line 2: data.prompt=prompt: there is no field prompt; did you mean prmpt?"),
-        ({"turns": ["x"], "id": 1}, "prompt=text", "there is no field text; the fields are turns, id"),
+        (
+            {"prmpt": "x"},
+            "prompt=prompt",
+            "line 2: data.prompt=prompt: there is no field prompt; did you mean prmpt?",
+        ),
+        (
+            {"turns": ["x"], "id": 1},
+            "prompt=text",
+            "there is no field text; the fields are turns, id",
+        ),
         ({"turns": ["x"]}, "prompt=turns.x", "data.prompt=turns.x: there is no field x"),
-        ({"turns": ["x"]}, "prompt=turns.1", "line 2: data.prompt=turns.1 must be a text or messages; data.unfit=skip"),
-        ({"p": ""}, "prompt=p", "line 2: the prompt is empty; data.unfit=skip leaves out such rows"),
+        (
+            {"turns": ["x"]},
+            "prompt=turns.1",
+            "line 2: data.prompt=turns.1 must be a text or messages; data.unfit=skip",
+        ),
+        (
+            {"p": ""},
+            "prompt=p",
+            "line 2: the prompt is empty; data.unfit=skip leaves out such rows",
+        ),
         ({"p": "x" * 61}, "prompt=p", "the prompt has 61 tokens, more than batch.context_len=60"),
-        ({"p": "x", "o": 21}, "prompt=p output_len=o", "21 new tokens, more than batch.generate_len=20"),
-        ({"p": "x", "o": 1.5}, "prompt=p output_len=o", "data.output_len=o: 1.5 is no number of tokens"),
+        (
+            {"p": "x", "o": 21},
+            "prompt=p output_len=o",
+            "21 new tokens, more than batch.generate_len=20",
+        ),
+        (
+            {"p": "x", "o": 1.5},
+            "prompt=p output_len=o",
+            "data.output_len=o: 1.5 is no number of tokens",
+        ),
         ({"n": 0}, "prompt_len=n", "data.prompt_len=n: 0 is no number of tokens"),
         ({"n": 61}, "prompt_len=n", "the prompt has 61 tokens, more than batch.context_len=60"),
         ({"p": "x", "c": None}, "prompt=p category=c", "data.category=c: there is no value"),
         ({"p": "x", "r": []}, "prompt=p reference=r", "must be a text, or a list of texts"),
         ({"p": "x", "r": [1]}, "prompt=p reference=r", "must be a text, or a list of texts"),
-        ({"p": "x", "t": "noon"}, "prompt=p arrival=t", "'noon' is neither a number nor a date and time"),
+        (
+            {"p": "x", "t": "noon"},
+            "prompt=p arrival=t",
+            "'noon' is neither a number nor a date and time",
+        ),
         ({"p": "FULL x"}, "prompt=p placeholder=FULL", "the prompt is a placeholder"),
-        ({"p": "x", "by": "gpt"}, "prompt=p speaker=by", "data.speaker=by: 'gpt' begins, not the user"),
+        (
+            {"p": "x", "by": "gpt"},
+            "prompt=p speaker=by",
+            "data.speaker=by: 'gpt' begins, not the user",
+        ),
         ({"p": "x\ud800"}, "prompt=p", "line 2 cannot be read (UnicodeEncodeError: "),
     ],
 )
@@ -138,26 +199,40 @@ def test_no_row_is_lost_in_silence(tmp_path, capsys):
     prompts = loaded(written(tmp_path, rows), *keys, num_rows=2)
     assert (texts(prompts), prompts.num_left_out) == (["a", "b"], 2)
     where = f"data=jsonl data.path={tmp_path}/rows.jsonl"
-    line = f"warning: {where}: took 2 rows, left out 2 that do not fit, the first: {where}, line 1: the prompt has 99"
+    line = (
+        f"warning: {where}: took 2 rows, left out 2 that do not fit, the first: {where}, line 1:"
+        " the prompt has 99"
+    )
     assert line in capsys.readouterr().err
     with refusal("3 rows need as many prompts, the file has 2 and 2 that do not fit, the first: "):
         loaded(written(tmp_path, rows), *keys, num_rows=3)
 
 
 def test_rows_without_a_field_and_rows_that_are_no_text_are_left_out_too(tmp_path):
-    rows = [{"q": "x"}, {"p": "\udfff", "c": "k"}, {"p": "a"}, {"p": "b", "c": "k"}, {"p": "d", "c": "l"}]
+    rows = [
+        {"q": "x"},
+        {"p": "\udfff", "c": "k"},
+        {"p": "a"},
+        {"p": "b", "c": "k"},
+        {"p": "d", "c": "l"},
+    ]
     keys = ["data.prompt=p", "data.unfit=skip"]
     prompts = loaded(written(tmp_path, rows), *keys, num_rows=3)
     assert (texts(prompts), prompts.num_left_out) == (["a", "b", "d"], 2)
     prompts = loaded(written(tmp_path, rows), *keys, "data.category=c", num_rows=2)
     assert sorted(prompts.categories) == ["k", "l"]
-    with refusal("the file has 0 and 5 that do not fit, the first: ", "there is no field pp; the fields are q"):
+    with refusal(
+        "the file has 0 and 5 that do not fit, the first: ",
+        "there is no field pp; the fields are q",
+    ):
         loaded(written(tmp_path, [{"q": "x"}] * 5), "data.prompt=pp", "data.unfit=skip")
 
 
 def test_cells_of_csv_are_texts_unless_a_number_is_asked_for(tmp_path):
     prompts = ["2024", "007", "1e5", "x" * 50]
-    file = written(tmp_path, "".join(f"{line}\n" for line in ["p,n", *(f"{prompt},7" for prompt in prompts)]))
+    file = written(
+        tmp_path, "".join(f"{line}\n" for line in ["p,n", *(f"{prompt},7" for prompt in prompts)])
+    )
     found = loaded(file, "data.prompt='code {p}'", "data.output_len=n", "data.reference=p")
     assert texts(found) == [f"code {prompt}" for prompt in prompts]
     assert (found.output_lens, found.answers) == ([7] * 4, [[prompt] for prompt in prompts])
@@ -197,10 +272,16 @@ def test_files_as_they_are_published_are_read(tmp_path, name, content):
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (b'[{"p": "one"}, {"p": "two"]', "row 2 is not JSON: Expecting ',' delimiter before line 2"),
+        (
+            b'[{"p": "one"}, {"p": "two"]',
+            "row 2 is not JSON: Expecting ',' delimiter before line 2",
+        ),
         (b'[{"p": "one"},\n {"p": "two"\n', "it does not end behind row 1"),
         (b'[{"p": "one"}]\n[{"p": "two"}]\n', "it does not end behind row 1"),
-        (b'{"p": "caf\xe9"}\n', "after line 0, is not UTF-8 text (invalid continuation byte); iconv converts it"),
+        (
+            b'{"p": "caf\xe9"}\n',
+            "after line 0, is not UTF-8 text (invalid continuation byte); iconv converts it",
+        ),
         (gzip.compress(LINES.encode(), mtime=0)[:-12], "cannot be read (EOFError: "),
         (gzip.compress(LINES.encode(), mtime=0)[:20] + b"x" * 40, "cannot be read ("),
     ],
@@ -217,7 +298,9 @@ def test_an_array_is_read_row_by_row(tmp_path):
     assert texts(loaded(tmp_path / "rows.json", "data.prompt=p", num_rows=1)) == ["one"]
 
 
-@pytest.mark.parametrize("typed", ["{a}\\n\\n{b}", "{a}\n\n{b}"], ids=["as a shell leaves it", "as YAML has it"])
+@pytest.mark.parametrize(
+    "typed", ["{a}\\n\\n{b}", "{a}\n\n{b}"], ids=["as a shell leaves it", "as YAML has it"]
+)
 def test_a_line_end_in_a_template(tmp_path, typed):
     file = written(tmp_path, [{"a": "x\\n", "b": "y"}])
     keys = replace(compose(["data=jsonl", f"data.path={file}", "data.prompt=a"]).data, prompt=typed)
@@ -239,9 +322,13 @@ def test_broken_csv_names_its_line(tmp_path, content, reason):
 
 def test_keys_that_do_not_go_together():
     for keys in ([], ["data.prompt=a", "data.prompt_len=b"]):
-        with pytest.raises(UserError, match="name one of them, the field of the prompt or of its length"):
+        with pytest.raises(
+            UserError, match="name one of them, the field of the prompt or of its length"
+        ):
             compose(["data=jsonl", "data.path=x", *keys])
-    with pytest.raises(UserError, match=r"data=text has no times of arrival; set data.arrival=FIELD"):
+    with pytest.raises(
+        UserError, match=r"data=text has no times of arrival; set data.arrival=FIELD"
+    ):
         compose(["scenario=serve", "data=text", "data.path=x", "scenario.replays=[1]"])
 
 
@@ -251,10 +338,20 @@ def test_an_edited_filler_is_another_run(tmp_path):
     for text in ("one", "two"):
         book.write_text(text)
         keys = [f"data.path={file}", "data.prompt_len=n", f"data.filler={book}"]
-        ids.append(run_id({}, resolve(compose(["hardware=cpu", "batch.size=1", "data=jsonl", *keys])).fingerprints, ""))
+        ids.append(
+            run_id(
+                {},
+                resolve(
+                    compose(["hardware=cpu", "batch.size=1", "data=jsonl", *keys])
+                ).fingerprints,
+                "",
+            )
+        )
     assert ids[0] != ids[1]
 
 
 def test_rows_in_another_order_keep_all_that_they_have():
     prompts = Prompts([[1], [2, 3]], ["a", "b"], [["x"], ["y"]], ["c", "d"], [4, 5], [0.0, 1.0])
-    assert prompts.take([1, 0]) == Prompts([[2, 3], [1]], ["b", "a"], [["y"], ["x"]], ["d", "c"], [5, 4], [1.0, 0.0])
+    assert prompts.take([1, 0]) == Prompts(
+        [[2, 3], [1]], ["b", "a"], [["y"], ["x"]], ["d", "c"], [5, 4], [1.0, 0.0]
+    )

@@ -1,4 +1,6 @@
-"""RULER's tasks: the exact length, and a reader of the prompt that finds the answers by the task's own rule."""
+"""RULER's tasks: the exact length, and a reader of the prompt that finds the answers by the task's
+own rule.
+"""
 
 import re
 from collections import Counter
@@ -34,7 +36,9 @@ def read_needle(text: str) -> list[str]:
 
 
 def read_common_words(text: str) -> list[str]:
-    counts = Counter(word for line in re.findall(r"^Words: (.*)$", text, re.M) for word in line.split())
+    counts = Counter(
+        word for line in re.findall(r"^Words: (.*)$", text, re.M) for word in line.split()
+    )
     return [word for word, count in counts.most_common(10) if count > counts.most_common(11)[10][1]]
 
 
@@ -73,7 +77,8 @@ def test_a_reader_who_keeps_to_the_rule_finds_the_answers(load_task, task, conte
 def test_rows_differ_and_the_seed_decides(load_task, task):
     prompts = load_task(task=task)
     assert len({tuple(row) for row in prompts.tokens}) == 4
-    assert task == "qa" or len({tuple(answers) for answers in prompts.answers}) == 4  # two may live in one city
+    # Two may live in one city.
+    assert task == "qa" or len({tuple(answers) for answers in prompts.answers}) == 4
     assert load_task(task=task).fingerprint == prompts.fingerprint
     assert load_task(task=task, seed=1).fingerprint != prompts.fingerprint
 
@@ -98,7 +103,9 @@ def test_the_needles_lie_anywhere(load_task):
 
 @pytest.mark.parametrize("task", list(TASKS))
 def test_too_short_a_context_is_refused_with_the_shortest_that_would_do(load_task, task):
-    with pytest.raises(UserError, match=rf"batch\.context_len=90: data\.task={task} needs at least (\d+) tokens") as e:
+    with pytest.raises(
+        UserError, match=rf"batch\.context_len=90: data\.task={task} needs at least (\d+) tokens"
+    ) as e:
         load_task(task=task, context_len=90)
     assert int(re.findall(r"least (\d+)", str(e.value))[0]) > 90
 

@@ -37,7 +37,9 @@ def test_transformers_loads_it(model, tokenizer):
 
 
 def test_it_was_trained(model, tokenizer):
-    """Held-out text costs it far less than the ln(1024) = 6.93 nats per token of a model that knows nothing."""
+    """Held-out text costs it far less than the ln(1024) = 6.93 nats per token of a model that knows
+    nothing.
+    """
     import torch
 
     ids = torch.tensor(load_prompts("stdlib", PromptRequest(1, 512, 1024, tokenizer)).tokens)
@@ -53,7 +55,9 @@ def test_the_tokenizer_writes_any_text(tokenizer):
     text = "def f(x):\n\treturn 'ünï ☃ 汉字' if x else None  # \x00\n\n\n"
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert END_OF_TEXT not in tokenizer.encode(text)
-    assert END_OF_TEXT not in load_prompts("stdlib", PromptRequest(1, 8192, 1024, tokenizer)).tokens[0]
+    assert (
+        END_OF_TEXT not in load_prompts("stdlib", PromptRequest(1, 8192, 1024, tokenizer)).tokens[0]
+    )
 
 
 def test_the_draft_is_at_least_six_times_smaller():
@@ -68,7 +72,9 @@ def test_the_evaluation_is_of_this_split_and_the_draft_is_the_worse_model():
     record = json.loads((TINY / "evaluation.json").read_text())
     assert set(record["corpus"]["held_out"]["stdlib"]) == stdlib.HELD_OUT
     for kind in ("stdlib", "books"):
-        target, draft = (record[name]["held_out"][kind]["full_nats_per_token"] for name in ("target", "draft"))
+        target, draft = (
+            record[name]["held_out"][kind]["full_nats_per_token"] for name in ("target", "draft")
+        )
         assert target < draft
 
 

@@ -21,14 +21,23 @@ MESSAGES = [{"role": "user", "content": "hi"}]
 def byte_tokenizer(folder: Path, form: str):
     """A tokenizer of bytes that puts special tokens around a text."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(letters)}, merges=[]))
-    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    made = Tokenizer(
+        models.BPE(vocab={letter: number for number, letter in enumerate(letters)}, merges=[])
+    )
+    made.pre_tokenizer, made.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     special = ["<s>", "[g]", "</s>"]
     made.add_special_tokens(special)
     tokens = [(text, made.token_to_id(text)) for text in special]
     made.post_processor = processors.TemplateProcessing(single=form, special_tokens=tokens)
     made.save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "chat_template": TEMPLATE}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "chat_template": TEMPLATE,
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return load_tokenizer(folder)
 
@@ -49,7 +58,9 @@ def test_a_text_that_begins_with_the_prefix_gets_no_second_one(tokenizer):
 
 
 def test_a_prompt_that_has_been_through_the_template_is_the_chat(tmp_path):
-    """Messages, and the text that transformers makes of them, are the tokens that transformers makes of them."""
+    """Messages, and the text that transformers makes of them, are the tokens that transformers
+    makes of them.
+    """
     tokenizer = byte_tokenizer(tmp_path, FORMS["one"])
     request = PromptRequest(num_rows=1, context_len=64, vocab_size=300, tokenizer=tokenizer)
     expected = tokenizer.apply_chat_template(MESSAGES, tokenize=True, return_dict=False)

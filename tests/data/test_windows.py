@@ -12,7 +12,9 @@ TEXTS = {"long": "".join(map(chr, range(1000, 6000))), "short": "abcdefg"}
 TEXTS |= {"middle": "".join(map(chr, range(7000, 7400)))}
 
 
-def cut(documents: dict[str, str], rows: int, context: int, seed: int = 0, tokenizer=PLAIN) -> Prompts:
+def cut(
+    documents: dict[str, str], rows: int, context: int, seed: int = 0, tokenizer=PLAIN
+) -> Prompts:
     request = PromptRequest(rows, context, UNICODE, tokenizer, seed)
     return cut_windows(documents, documents.__getitem__, request, "data=test")
 
@@ -43,7 +45,11 @@ def test_windows_do_not_overlap():
 
 
 def test_same_seed_same_prompts_other_seed_others():
-    one, again, other = cut(TEXTS, 8, 50, seed=1), cut(TEXTS, 8, 50, seed=1), cut(TEXTS, 8, 50, seed=2)
+    one, again, other = (
+        cut(TEXTS, 8, 50, seed=1),
+        cut(TEXTS, 8, 50, seed=1),
+        cut(TEXTS, 8, 50, seed=2),
+    )
     assert one == again
     assert one.fingerprint != other.fingerprint
     assert one.tokens != other.tokens
@@ -68,7 +74,9 @@ def test_documents_equal_in_content_give_distinct_rows():
 
 
 def test_too_little_text_names_both_numbers():
-    with refusal("4 rows x context_len=50 need 200 tokens", "2 documents hold 72 (1 distinct windows)"):
+    with refusal(
+        "4 rows x context_len=50 need 200 tokens", "2 documents hold 72 (1 distinct windows)"
+    ):
         cut({"one": "x" * 70, "two": "yz"}, 4, 50)
 
 
@@ -98,4 +106,6 @@ def test_sections_of_one_endless_line_are_cut_anyway():
 
 
 def test_fingerprint_tells_rows_from_their_concatenation():
-    assert Prompts([[1, 2], [3]], ["", ""]).fingerprint != Prompts([[1], [2, 3]], ["", ""]).fingerprint
+    assert (
+        Prompts([[1, 2], [3]], ["", ""]).fingerprint != Prompts([[1], [2, 3]], ["", ""]).fingerprint
+    )

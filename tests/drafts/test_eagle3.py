@@ -1,4 +1,6 @@
-"""A head that drafts from the target's hidden states: what it proposes, what it keeps, what its prefill costs."""
+"""A head that drafts from the target's hidden states: what it proposes, what it keeps, what its
+prefill costs.
+"""
 
 import copy
 
@@ -35,7 +37,9 @@ def without_layers() -> Transformer:
 def opened(target: Transformer, head=None, lengths=LENGTHS, **settings):
     settings = {"policy": "full", "gamma": 3, "budget": 24, "num_sink": 2} | settings
     head = head or small_head(target)
-    return open_batch(target, random_prompts(lengths), draft_name="eagle3", draft_model=head, **settings)
+    return open_batch(
+        target, random_prompts(lengths), draft_name="eagle3", draft_model=head, **settings
+    )
 
 
 @pytest.mark.parametrize("policy", ["full", "streaming", "snapkv", "topk"])
@@ -56,9 +60,14 @@ def test_a_head_that_knows_the_target_is_always_right(policy):
 
 
 def over_whole_text(batch, tokens_BS: Tensor) -> tuple[KVCache, Tensor]:
-    """The head's entries and its outputs, from the target's hidden states of one pass over a text."""
+    """The head's entries and its outputs, from the target's hidden states of one pass over a
+    text.
+    """
     target, head, (rows, count) = batch.decoder.target, batch.draft.model, tokens_BS.shape
-    taps, entries = Taps(batch.draft.taps.layers), KVCache(head.config, rows, count + 1, torch.float32, "cpu")
+    taps, entries = (
+        Taps(batch.draft.taps.layers),
+        KVCache(head.config, rows, count + 1, torch.float32, "cpu"),
+    )
     target(tokens_BS, KVCache(target.config, rows, count, torch.float32, "cpu"), taps)
     return entries, head(tokens_BS[:, 1:], entries, head.fused(taps.hidden_BTN[:, :-1]))
 
@@ -67,7 +76,9 @@ def over_whole_text(batch, tokens_BS: Tensor) -> tuple[KVCache, Tensor]:
 @pytest.mark.parametrize("sampling", [None, Sampling(1.0, seed=3)])
 @torch.inference_mode()
 def test_entries_of_committed_tokens_are_exact(chunk, sampling):
-    """After rounds in which rows have accepted different numbers of proposals, of prompts prefilled in any chunks."""
+    """After rounds in which rows have accepted different numbers of proposals, of prompts prefilled
+    in any chunks.
+    """
     batch = opened(TARGET, prefill_chunk=chunk, sampling=sampling)
     batch.restart()
     for _ in range(4):
@@ -78,12 +89,16 @@ def test_entries_of_committed_tokens_are_exact(chunk, sampling):
     known, _ = over_whole_text(batch, state.tokens_BS[:, : int(entries.seqlens_B.max()) + 1])
     for row, count in enumerate(entries.seqlens_B.tolist()):
         for ours, theirs in ((entries.k_LBKSD, known.k_LBKSD), (entries.v_LBKSD, known.v_LBKSD)):
-            torch.testing.assert_close(ours[:, row, :, :count], theirs[:, row, :, :count], rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(
+                ours[:, row, :, :count], theirs[:, row, :, :count], rtol=1e-4, atol=1e-4
+            )
 
 
 @torch.inference_mode()
 def test_proposals_are_those_of_the_head_over_the_whole_text():
-    """Steps over the cache against one pass over all tokens, without a cache that rounds have written to."""
+    """Steps over the cache against one pass over all tokens, without a cache that rounds have
+    written to.
+    """
     batch = opened(TARGET, gamma=2)
     batch.restart()
     for _ in range(3):
@@ -108,19 +123,28 @@ def test_the_prefill_of_the_head_counts_towards_the_speculative_one():
 def test_its_memory_is_that_of_all_entries_and_of_the_selected_ones():
     batch = opened(TARGET, policy="streaming", generate_len=24)
     per_slot = 2 * TARGET.config.num_kv_heads * TARGET.config.head_dim * 4
-    assert batch.draft.cache_bytes == 3 * per_slot * (max(LENGTHS) + 24 + 4) + 3 * per_slot * (24 + 4)
+    assert batch.draft.cache_bytes == 3 * per_slot * (max(LENGTHS) + 24 + 4) + 3 * per_slot * (
+        24 + 4
+    )
 
 
 def test_a_head_of_another_target_is_refused():
     model = small_head(small_model(hidden_size=64)).config
-    with pytest.raises(UserError, match="made for another target: a hidden size of 64 against the target's 32"):
+    with pytest.raises(
+        UserError, match="made for another target: a hidden size of 64 against the target's 32"
+    ):
         model.check(TARGET.config)
     Eagle3().check(TARGET.config)
 
 
 def test_the_tokens_of_a_random_head_are_the_targets_first():
     """They are not left as memory happens to be."""
-    keys = ["hardware=cpu", "draft=eagle3", "draft.model.weights=random", "draft.synthetic_acceptance=0.7"]
+    keys = [
+        "hardware=cpu",
+        "draft=eagle3",
+        "draft.model.weights=random",
+        "draft.synthetic_acceptance=0.7",
+    ]
     with progress() as bars:
         head = build.engine(resolve(compose(keys)), bars).draft_model
     assert torch.equal(head.target_ids_V, torch.arange(head.config.draft_vocab_size))

@@ -1,4 +1,6 @@
-"""Two levels of drafts: what each accepts, that the inner cache keeps up, and the distribution of sampled tokens."""
+"""Two levels of drafts: what each accepts, that the inner cache keeps up, and the distribution of
+sampled tokens.
+"""
 
 from types import SimpleNamespace
 
@@ -12,20 +14,34 @@ from magicdec.drafts.hierarchical import Hierarchical
 from magicdec.models.kv_cache import KVCache
 from magicdec.verification.sampling import Sampling, Use, probabilities
 from tests.chi_square import chisquare
-from tests.small import accepted, cache_config, new_engine, noisy_copy, open_batch, random_prompts, small_model
+from tests.small import (
+    accepted,
+    cache_config,
+    new_engine,
+    noisy_copy,
+    open_batch,
+    random_prompts,
+    small_model,
+)
 
 TARGET = small_model()
 
 
 def opened(model=TARGET, prompts=None, **options):
-    settings = {"draft_name": "hierarchical", "draft_model": model, "gamma": 6, "policy": "full", "inner_gamma": 2}
+    settings = {
+        "draft_name": "hierarchical",
+        "draft_model": model,
+        "gamma": 6,
+        "policy": "full",
+        "inner_gamma": 2,
+    }
     return open_batch(TARGET, prompts or random_prompts([50, 61]), **(settings | options))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_with_the_target_at_every_level_all_is_accepted_everywhere(temperature):
-    """So the inner rounds yield three tokens each, the outer ones seven, and the caches hold what they should: with
-    prompts, too, that are shorter than what the inner cache lacks between rounds.
+    """So the inner rounds yield three tokens each, the outer ones seven, and the caches hold what
+    they should: with prompts, too, that are shorter than what the inner cache lacks between rounds.
     """
     prompts = random_prompts([50, 1, 61, 3, 6, 7])
     batch = opened(prompts=prompts, sampling=Sampling(temperature=temperature), generate_len=40)
@@ -33,7 +49,9 @@ def test_with_the_target_at_every_level_all_is_accepted_everywhere(temperature):
 
 
 def test_inner_rounds_end_at_gamma_tokens():
-    """If every proposal were accepted, more tokens would be written than fit behind the end of a sequence."""
+    """If every proposal were accepted, more tokens would be written than fit behind the end of a
+    sequence.
+    """
     batch = opened(gamma=12)
     batch.restart()
     state = batch.decoder.state
@@ -49,25 +67,34 @@ def test_the_inner_cache_has_the_slots_that_are_declared():
 
 
 def test_the_inner_level_is_verified_over_the_retrieval_cache():
-    """The target over the same entries, drafting alone, proposes the same tokens, whoever drafts for it."""
+    """The target over the same entries, drafting alone, proposes the same tokens, whoever drafts
+    for it.
+    """
     options = {"policy": "streaming", "budget": 16, "num_sink": 2}
-    batch = opened(small_model(7), inner_gamma=1, **options)  # an inner draft that is nearly never right
+    # An inner draft that is nearly never right.
+    batch = opened(small_model(7), inner_gamma=1, **options)
     alone = opened(None, draft_name="self", inner_gamma=0, **options)
     for one in (batch, alone):
         one.restart()
-    proposal, expected = (one.draft.propose(one.decoder.state, 6).tokens_BG for one in (batch, alone))
+    proposal, expected = (
+        one.draft.propose(one.decoder.state, 6).tokens_BG for one in (batch, alone)
+    )
     assert torch.equal(proposal[:, : batch.draft.rounds(6)], expected[:, : batch.draft.rounds(6)])
 
 
 @pytest.mark.parametrize("policy", ["full", "streaming"])
 def test_the_inner_cache_holds_the_committed_tokens(policy):
-    """After every round, rejected proposals or not: its entries are those of a model that has only read the output."""
+    """After every round, rejected proposals or not: its entries are those of a model that has only
+    read the output.
+    """
     model = noisy_copy(TARGET, 0.2)
     options = {"inner": cache_config(policy, budget=400, num_sink=2), "generate_len": 30}
     batch = opened(model, random_prompts([50, 61, 2, 5]), **options)
     batch.decoder.generate(batch.draft)
     cache, state = batch.draft.inner.cache, batch.decoder.state
-    reference = open_batch(model, [state.tokens_BS[r, :n].tolist() for r, n in enumerate(state.num_tokens_B.tolist())])
+    reference = open_batch(
+        model, [state.tokens_BS[r, :n].tolist() for r, n in enumerate(state.num_tokens_B.tolist())]
+    )
     assert torch.equal(cache.length_B, state.num_tokens_B - 7)  # gamma + 1: what a round may add
     for row, length in enumerate(cache.length_B.tolist()):
         keys = (x.k_LBKSD[:, row, :, :length] for x in (cache, reference.decoder.cache))
@@ -91,13 +118,18 @@ def sampled():
 
 def following(tokens: list[int]) -> torch.Tensor:
     """The target's distribution (V) of the token behind these."""
-    hidden = TARGET(torch.tensor([tokens]), KVCache(TARGET.config, 1, len(tokens), torch.float32, "cpu"))
+    hidden = TARGET(
+        torch.tensor([tokens]), KVCache(TARGET.config, 1, len(tokens), torch.float32, "cpu")
+    )
     return probabilities(TARGET.logits(hidden[:, -1]), SAMPLING)[0]
 
 
 def p_value(tokens: torch.Tensor, p_V: torch.Tensor) -> float:
     """Chi-square of drawn tokens against a distribution, rare tokens taken together."""
-    observed, expected = torch.bincount(tokens, minlength=len(p_V)).double(), p_V.double() * len(tokens)
+    observed, expected = (
+        torch.bincount(tokens, minlength=len(p_V)).double(),
+        p_V.double() * len(tokens),
+    )
     rare = expected < 5
     observed, expected = (torch.cat((x[~rare], x[rare].sum()[None])) for x in (observed, expected))
     return chisquare(observed, expected * observed.sum() / expected.sum())
@@ -128,16 +160,22 @@ def test_output_is_distributed_as_the_targets(sampled):
 
 @pytest.mark.parametrize("shared", ["ACCEPT", "DECIDE"])
 def test_levels_that_shared_random_numbers_would_be_found_out(sampled, shared, monkeypatch):
-    """The same test with an outer level that reuses a random number of the inner one: it can fail."""
-    uses = {"INNER_ACCEPT": Use.INNER_ACCEPT, "INNER_DECIDE": Use.INNER_DECIDE, f"INNER_{shared}": Use[shared]}
+    """The same test with an outer level that reuses a random number of the inner one: it can
+    fail.
+    """
+    uses = {
+        "INNER_ACCEPT": Use.INNER_ACCEPT,
+        "INNER_DECIDE": Use.INNER_DECIDE,
+        f"INNER_{shared}": Use[shared],
+    }
     monkeypatch.setattr(hierarchical, "Use", SimpleNamespace(**uses))
     tokens = torch.tensor(sampled.decoder.generate(sampled.draft).tokens)
     assert p_value(tokens[:, 1], following([*PROMPT, FIRST])) < 1e-4
 
 
 class Table:
-    """A model whose logits depend on the position alone: it says `likely[p]` at position p, by default 0, and each of
-    its three tokens as often as the others where that is None.
+    """A model whose logits depend on the position alone: it says `likely[p]` at position p, by
+    default 0, and each of its three tokens as often as the others where that is None.
     """
 
     config = ModelConfig(3, 2, 2, 1, 1, 1, 2, 64)
@@ -148,7 +186,9 @@ class Table:
     def __init__(self, likely):
         self.logits_SV = torch.tensor([50.0, 0.0, 0.0]).repeat(64, 1)
         for position, token in likely.items():
-            self.logits_SV[position] = torch.eye(3)[token] * 50 if token is not None else torch.zeros(3)
+            self.logits_SV[position] = (
+                torch.eye(3)[token] * 50 if token is not None else torch.zeros(3)
+            )
 
     def __call__(self, tokens_BT, cache, taps=None):
         positions_BT = cache.positions_BT(tokens_BT.shape[1])
@@ -161,13 +201,16 @@ class Table:
 
 @torch.inference_mode()
 def test_a_guess_in_place_of_a_sampled_token_leaves_the_distribution_as_it_is():
-    """The small model is wrong twice, so that the inner rounds write too few tokens; the last position of the round is
-    a guess. The autoregressive pass before, on the same random numbers, has written its own sample there.
+    """The small model is wrong twice, so that the inner rounds write too few tokens; the last
+    position of the round is a guess. The autoregressive pass before, on the same random numbers,
+    has written its own sample there.
     """
     first = len(PROMPT) + 1
     target, small = Table({first + 5: None}), Table({first: 1, first + 1: 1})
     settings = {"sampling": SAMPLING, "generate_len": 8, "prefill_chunk": 64}
-    engine = new_engine(target, draft_name="hierarchical", draft_model=small, gamma=6, policy="full", **settings)
+    engine = new_engine(
+        target, draft_name="hierarchical", draft_model=small, gamma=6, policy="full", **settings
+    )
     batch = engine.open([[0] * len(PROMPT)] * ROWS)
     batch.decoder.prefill(64)
     plain, fast = batch.decoder.generate(), batch.decoder.generate(batch.draft)

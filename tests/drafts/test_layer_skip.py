@@ -26,7 +26,9 @@ def test_layers_that_do_nothing_are_not_missed():
     target = small_model()
     target.layers[1].output.weight.zero_()
     target.layers[1].down.weight.zero_()
-    batch = open_batch(target, random_prompts([20, 31]), draft_name="layer_skip", num_layers=1, gamma=3)
+    batch = open_batch(
+        target, random_prompts([20, 31]), draft_name="layer_skip", num_layers=1, gamma=3
+    )
     assert (accepted(batch.decoder.generate(batch.draft)) == 3).all()
     assert batch.draft.cache_bytes == 0
 

@@ -9,7 +9,9 @@ from magicdec.drafts.ngram import NgramDraft
 
 
 def looked_up(tokens: list[int], gamma: int, max_ngram: int) -> list[int]:
-    """The longest suffix that occurred before, its latest occurrence, and what followed, repeated: the slow twin."""
+    """The longest suffix that occurred before, its latest occurrence, and what followed, repeated:
+    the slow twin.
+    """
     for n in range(min(max_ngram, len(tokens)), 0, -1):
         for end in range(len(tokens) - 2, n - 2, -1):
             if tokens[end - n + 1 : end + 1] == tokens[len(tokens) - n :]:

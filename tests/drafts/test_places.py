@@ -1,4 +1,5 @@
-"""Drafts ask for no place that a tensor does not have, also for rows that are much shorter than others.
+"""Drafts ask for no place that a tensor does not have, also for rows that are much shorter than
+others.
 
 `take_along_dim` does not check: on a CPU, such an index wraps; on a GPU, it may read anything.
 """

@@ -11,7 +11,9 @@ TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=25)
 
 
 def looked_up(text: list[int], suffix: list[int], gamma: int) -> tuple[list[int], int]:
-    """The longest match of a suffix, and what followed all of its occurrences most often: the slow twin."""
+    """The longest match of a suffix, and what followed all of its occurrences most often: the slow
+    twin.
+    """
     for matched in range(len(suffix), 0, -1):
         places = range(matched - 1, len(text) - 1)
         ends = [end for end in places if text[end - matched + 1 : end + 1] == suffix[-matched:]]
@@ -34,7 +36,9 @@ def looked_up(text: list[int], suffix: list[int], gamma: int) -> tuple[list[int]
 
 
 @settings(max_examples=300)
-@given(text=TOKENS, own=st.booleans(), other=TOKENS, room=st.integers(1, 6), gamma=st.integers(1, 6))
+@given(
+    text=TOKENS, own=st.booleans(), other=TOKENS, room=st.integers(1, 6), gamma=st.integers(1, 6)
+)
 def test_a_lookup_against_lists(text, own, other, room, gamma):
     """Search the text whose end is looked up, and others, which end with no token."""
     searched = text if own else [*other, NONE, *text[::-1], NONE]

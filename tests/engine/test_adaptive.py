@@ -1,4 +1,6 @@
-"""Adaptive gamma: the choice against the cost model's arithmetic, and lossless whatever is chosen."""
+"""Adaptive gamma: the choice against the cost model's arithmetic, and lossless whatever is
+chosen.
+"""
 
 import itertools
 import random
@@ -43,12 +45,19 @@ class Simulated:
         return []
 
 
-def simulated(monkeypatch, alpha: float, draft: float, verify: float, seed: int = 0) -> AdaptiveCycle:
-    """Return rounds of `draft` per draft step, `verify`, and 0.02 per proposal; an autoregressive step takes 1."""
+def simulated(
+    monkeypatch, alpha: float, draft: float, verify: float, seed: int = 0
+) -> AdaptiveCycle:
+    """Return rounds of `draft` per draft step, `verify`, and 0.02 per proposal; an autoregressive
+    step takes 1.
+    """
     seconds = {0: 1.0} | {gamma: gamma * draft + verify + 0.02 * gamma for gamma in GAMMAS}
     monkeypatch.setattr(AdaptiveCycle, "_timed_rounds", lambda self: seconds)
     state = State([[1]] * ROWS, ROUNDS, 9, (), "cpu")
-    cycles = {gamma: Simulated(state, gamma, torch.Generator().manual_seed(seed)) for gamma in (0, *GAMMAS)}
+    cycles = {
+        gamma: Simulated(state, gamma, torch.Generator().manual_seed(seed))
+        for gamma in (0, *GAMMAS)
+    }
     for cycle in cycles.values():
         cycle.alpha = alpha
     return AdaptiveCycle(cycles, state)
@@ -56,12 +65,18 @@ def simulated(monkeypatch, alpha: float, draft: float, verify: float, seed: int 
 
 @pytest.mark.parametrize("alpha", [0.1, 0.4, 0.6, 0.8, 0.9, 0.98])
 @pytest.mark.parametrize("draft", [0.01, 0.1, 0.3])
-def test_it_ends_at_the_best_gamma_or_where_none_pays_and_learning_it_costs_little(monkeypatch, alpha, draft):
-    """It begins with a guess; 64 tokens a row take hardly longer than with the best gamma from the start."""
+def test_it_ends_at_the_best_gamma_or_where_none_pays_and_learning_it_costs_little(
+    monkeypatch, alpha, draft
+):
+    """It begins with a guess; 64 tokens a row take hardly longer than with the best gamma from the
+    start.
+    """
     adaptive = simulated(monkeypatch, alpha, draft, verify=1.1)
     for _ in range(ROUNDS):
         adaptive()
-    speedups = {gamma: speedup(gamma, alpha, 1.0, draft, 1.1 + 0.02 * gamma) for gamma in GAMMAS} | {0: 1.0}
+    speedups = {
+        gamma: speedup(gamma, alpha, 1.0, draft, 1.1 + 0.02 * gamma) for gamma in GAMMAS
+    } | {0: 1.0}
     reached, best = speedups[adaptive.gammas[-1]], max(speedups.values())
     assert reached >= best * 0.93  # the margin, and an estimate from some forty rounds
     assert adaptive.gammas[-1] == 0 or adaptive.alpha == pytest.approx(alpha, abs=0.12)
@@ -100,7 +115,11 @@ def test_a_hopeless_draft_is_given_up_soon_and_for_good(monkeypatch):
 def test_another_gamma_must_be_better_by_a_margin(monkeypatch, gain, chosen):
     adaptive = simulated(monkeypatch, 0.8, 0.1, verify=1.1)
     adaptive._gamma = 3
-    adaptive._seconds = {0: 9.0, 3: omega(3, adaptive.alpha), 5: (1 - gain) * omega(5, adaptive.alpha)}
+    adaptive._seconds = {
+        0: 9.0,
+        3: omega(3, adaptive.alpha),
+        5: (1 - gain) * omega(5, adaptive.alpha),
+    }
     adaptive._choose()
     assert adaptive._gamma == chosen
 
@@ -120,13 +139,17 @@ def test_tokens_of_a_round_are_those_of_equal_rows(alpha):
     """Also of gammas that were not tried."""
     estimate, generator = Estimate(), random.Random(0)
     for _ in range(400):
-        estimate.learn(3, [next((i for i in range(3) if generator.random() > alpha), 3) for _ in range(8)])
+        estimate.learn(
+            3, [next((i for i in range(3) if generator.random() > alpha), 3) for _ in range(8)]
+        )
     for gamma in (1, 3, 5):
         assert estimate.tokens(gamma) == pytest.approx(omega(gamma, alpha), rel=0.1)
 
 
 def test_tokens_of_a_round_where_rows_differ():
-    """Half of the rows accept everything, the others nothing: alpha is 5/6, of which omega would make 4.0 tokens."""
+    """Half of the rows accept everything, the others nothing: alpha is 5/6, of which omega would
+    make 4.0 tokens.
+    """
     estimate = Estimate()
     for _ in range(200):
         estimate.learn(5, [5, 5, 0, 0])
@@ -134,13 +157,17 @@ def test_tokens_of_a_round_where_rows_differ():
     assert estimate.tokens(5) == pytest.approx(3.5, abs=0.25)
 
 
-LENGTHS, ENDS = [100, 130, 110, 120], [2, 40, 5, 40]  # of rows: their prompts, and tokens until they end
+# Of rows: their prompts, and tokens until they end.
+LENGTHS, ENDS = [100, 130, 110, 120], [2, 40, 5, 40]
 
 
 @pytest.mark.parametrize("generate_len", [4, 40])
-@pytest.mark.parametrize(("draft", "policy"), [("self", "streaming"), ("self", "full"), ("model", "streaming")])
+@pytest.mark.parametrize(
+    ("draft", "policy"), [("self", "streaming"), ("self", "full"), ("model", "streaming")]
+)
 def test_timed_rounds_are_those_of_all_rows(draft, policy, generate_len, monkeypatch):
-    """A bound: each takes what the first round of decoding takes, or more by the growth of a context at most.
+    """A bound: each takes what the first round of decoding takes, or more by the growth of a
+    context at most.
 
     Most rows end while gammas are timed. Time is what is read.
     """
@@ -160,7 +187,9 @@ def test_timed_rounds_are_those_of_all_rows(draft, policy, generate_len, monkeyp
 
 
 def test_rounds_of_every_kind_are_timed(monkeypatch):
-    """A choice that takes a second by a clock of its own, in one round of three: a third of it, for each gamma."""
+    """A choice that takes a second by a clock of its own, in one round of three: a third of it, for
+    each gamma.
+    """
     late, refresh = [0.0], VerifyGuidedCache._refresh
     monkeypatch.setattr(timers.time, "perf_counter", lambda: late[0])
 
@@ -199,7 +228,9 @@ def test_every_change_of_gamma_is_lossless(draft, policy, monkeypatch):
 
 
 def test_acceptance_counts_what_was_proposed(monkeypatch):
-    """A draft that is the target accepts all, at any gamma; alpha is 1 and the length a mean over the rounds."""
+    """A draft that is the target accepts all, at any gamma; alpha is 1 and the length a mean over
+    the rounds.
+    """
     monkeypatch.setattr(choices, "AUTO_GAMMAS", (1, 2, 5))
     batch = drafting("self", TARGET, [40, 50], gamma="auto", policy="full", generate_len=40)
     generation = batch.decoder.generate(batch.draft)

@@ -1,4 +1,6 @@
-"""The audit: scores against a twin without cache or chunks, outputs that must fail, and logits that are not finite."""
+"""The audit: scores against a twin without cache or chunks, outputs that must fail, and logits that
+are not finite.
+"""
 
 import math
 import time
@@ -25,7 +27,12 @@ SAMPLING = Sampling(temperature=0.9, top_k=20, top_p=0.95, seed=3)
 PROMPTS = random_prompts([30] * 40, seed=1)
 PROMPT_METRICS = {"lossless/prompt_checked", "lossless/prompt_wrong", "lossless/prompt_max_error"}
 PROMPT_METRICS |= {"time/audit_prompts_s"}
-OPTIONS = {"draft_name": "model", "draft_model": noisy_copy(TARGET, 0.3), "gamma": 3, "policy": "full"}
+OPTIONS = {
+    "draft_name": "model",
+    "draft_model": noisy_copy(TARGET, 0.3),
+    "gamma": 3,
+    "policy": "full",
+}
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +45,9 @@ def sampled():
 
 def distribution(tokens: list[int]) -> list[float]:
     """Return the distribution that SAMPLING draws the next token from, in plain Python."""
-    hidden = TARGET(torch.tensor([tokens]), KVCache(TARGET.config, 1, len(tokens), torch.float32, "cpu"))
+    hidden = TARGET(
+        torch.tensor([tokens]), KVCache(TARGET.config, 1, len(tokens), torch.float32, "cpu")
+    )
     logits = [x / SAMPLING.temperature for x in TARGET.logits(hidden[:, -1])[0].double().tolist()]
     order = sorted(range(len(logits)), key=lambda i: -logits[i])[: SAMPLING.top_k]
     mass = {i: math.exp(logits[i] - logits[order[0]]) for i in order}
@@ -64,7 +73,9 @@ def test_a_z_score_is_that_of_a_twin_in_plain_python(sampled, monkeypatch):
     for chunk in (module.CHUNK_LOGITS, 1):  # all at once, and a token at a time
         monkeypatch.setattr(module, "CHUNK_LOGITS", chunk)
         score = audit(decoder, plain, fast).speculative
-        assert (score.excess, score.variance) == pytest.approx((excess, variance), rel=1e-3, abs=1e-3)
+        assert (score.excess, score.variance) == pytest.approx(
+            (excess, variance), rel=1e-3, abs=1e-3
+        )
         assert score.outside == outside
 
 
@@ -108,8 +119,8 @@ def test_a_token_that_the_target_would_not_draw_fails(sampled):
 
 @pytest.fixture(scope="module")
 def tied():
-    """A target to which two tokens are nearly equal, a batch, what it wrote greedily, and where row 0 has one of
-    the two, and the other.
+    """A target to which two tokens are nearly equal, a batch, what it wrote greedily, and where row
+    0 has one of the two, and the other.
     """
     target = small_model(tie_word_embeddings=False)
     prompts = random_prompts([40, 50])
@@ -124,11 +135,16 @@ def tied():
 
 
 def gaps(target, prompt: list[int], row: list[int]) -> tuple[list[float], int]:
-    """The gap of every token to the largest logit by one pass without a cache before it, and how many are no ties."""
+    """The gap of every token to the largest logit by one pass without a cache before it, and how
+    many are no ties.
+    """
     cache = KVCache(target.config, 1, len(prompt + row), torch.float32, "cpu")
     logits_NV = target.logits(target(torch.tensor([prompt + row]), cache))[0, len(prompt) - 1 : -1]
     best = logits_NV.max(-1).values.tolist()
-    found = [most - float(logits[token]) for most, logits, token in zip(best, logits_NV, row, strict=True)]
+    found = [
+        most - float(logits[token])
+        for most, logits, token in zip(best, logits_NV, row, strict=True)
+    ]
     return found, sum(gap > 1e-5 * abs(most) for gap, most in zip(found, best, strict=True))
 
 
@@ -136,7 +152,10 @@ WRONG = 1  # the target's choice nowhere
 CHANGES = {  # of the row, at its tie: is this the target's output, too?
     "nothing": (lambda row, at, twin: row, True),
     "the twin": (lambda row, at, twin: [*row[:at], twin, *row[at + 1 :]], True),
-    "wrong behind the twin": (lambda row, at, twin: [*row[:at], twin, *[WRONG] * (len(row) - at - 1)], False),
+    "wrong behind the twin": (
+        lambda row, at, twin: [*row[:at], twin, *[WRONG] * (len(row) - at - 1)],
+        False,
+    ),
     "wrong at the tie": (lambda row, at, twin: [*row[:at], WRONG, *row[at + 1 :]], False),
     "wrong at first": (lambda row, at, twin: [WRONG, *row[1:]], False),
     "wrong at last": (lambda row, at, twin: [*row[:-1], WRONG], False),
@@ -153,12 +172,15 @@ def test_every_token_must_be_the_targets_choice(tied, change, one_way):
     changed, is_right = CHANGES[change]
     fast = [changed(plain[0], at, twin), plain[1]]
     found = audit(decoder, plain if one_way else fast, fast)
-    every, outside = zip(*(gaps(decoder.target, *pair) for pair in zip(prompts, fast, strict=True)), strict=True)
+    every, outside = zip(
+        *(gaps(decoder.target, *pair) for pair in zip(prompts, fast, strict=True)), strict=True
+    )
     assert found.speculative.outside == sum(outside)
     assert found.speculative.max_logit_gap == pytest.approx(max(map(max, every)), abs=1e-4)
     assert found.different == (one_way and change != "nothing")
     assert found.excused == (found.different and is_right)
-    assert found.passed == (is_right or (change == "a missing end" and not one_way))  # equal rows may end early
+    # Equal rows may end early.
+    assert found.passed == (is_right or (change == "a missing end" and not one_way))
 
 
 @pytest.mark.parametrize("change", ["the twin", "wrong behind the twin"])
@@ -168,15 +190,22 @@ def test_a_row_is_excused_only_if_the_baseline_is_right_as_well(tied, change):
     changed, is_right = CHANGES[change]
     found = audit(decoder, [changed(plain[0], at, twin), plain[1]], plain)
     assert (found.different, found.excused, found.passed) == (1, is_right, is_right)
-    assert (found.speculative.outside, found.baseline.outside) == (0, 0 if is_right else len(plain[0]) - at - 1)
+    assert (found.speculative.outside, found.baseline.outside) == (
+        0,
+        0 if is_right else len(plain[0]) - at - 1,
+    )
     assert found.speculative.max_logit_gap == 0 < found.baseline.max_logit_gap
 
 
 @pytest.mark.parametrize("best", [20.0, -20.0])
-@pytest.mark.parametrize(("dtype", "tie"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-4), (torch.float16, 2**-7)])
+@pytest.mark.parametrize(
+    ("dtype", "tie"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-4), (torch.float16, 2**-7)]
+)
 def test_a_near_tie_is_a_share_of_the_largest_logit(dtype, tie, best):
     logits = torch.tensor([best, best - 0.9 * tie * 20, best - 1.1 * tie * 20, best - 50])
-    scores = module.greedy_scores(logits.expand(1, 4, 4), torch.arange(4)[None, :, None], module.near_tie(dtype))
+    scores = module.greedy_scores(
+        logits.expand(1, 4, 4), torch.arange(4)[None, :, None], module.near_tie(dtype)
+    )
     outside, gap, ties = scores
     assert outside.tolist() == [[0, 0, 1, 1]]
     assert torch.equal(gap[0], logits[0] - logits)
@@ -205,14 +234,22 @@ CONTROL = LogitGaps(outside=0, max_ties=0.5)
     [
         (LogitGaps(0, max_ties=0.9), CONTROL, True, True),
         (LogitGaps(1, max_ties=1.5), CONTROL, False, None),
-        (LogitGaps(1, max_ties=4.5), CONTROL, False, False),  # far above the control's and a near-tie
+        # Far above the control's and a near-tie.
+        (LogitGaps(1, max_ties=4.5), CONTROL, False, False),
         (LogitGaps(1, max_ties=4.5), LogitGaps(1, max_ties=1.2), False, None),
         (LogitGaps(1, max_ties=9.0), LogitGaps(1, max_ties=1.2), False, False),
     ],
 )
-def test_a_gap_far_above_the_controls_fails_in_reduced_precision_too(speculative, control, exact, reduced):
+def test_a_gap_far_above_the_controls_fails_in_reduced_precision_too(
+    speculative, control, exact, reduced
+):
     for is_exact, passed in ((True, exact), (False, reduced)):
-        assert Audit(True, 1, int(not speculative.outside), speculative, control, is_exact=is_exact).passed is passed
+        assert (
+            Audit(
+                True, 1, int(not speculative.outside), speculative, control, is_exact=is_exact
+            ).passed
+            is passed
+        )
         assert Audit(True, 1, 0, speculative, control, cut=1, is_exact=is_exact).passed is False
 
 
@@ -242,21 +279,34 @@ def test_samples_are_held_against_their_control(speculative, control, exact, red
 
 
 def whole_instead_of_residual(proposed_BG, q_BGV, logits_BTV, positions_BT, sampling):
-    """Accept as one should, but draw what replaces a rejected proposal from the target's whole distribution."""
+    """Accept as one should, but draw what replaces a rejected proposal from the target's whole
+    distribution.
+    """
     verdict = accept.accept_sampled(proposed_BG, q_BGV, logits_BTV, positions_BT, sampling)
     p_BTV = probabilities(logits_BTV, sampling)
     at_BT1 = verdict.num_accepted_B[:, None, None].expand(-1, 1, p_BTV.shape[-1])
-    u_B = uniform_BT(sampling, positions_BT, Use.DECIDE).gather(1, verdict.num_accepted_B[:, None])[:, 0]
+    u_B = uniform_BT(sampling, positions_BT, Use.DECIDE).gather(1, verdict.num_accepted_B[:, None])[
+        :, 0
+    ]
     bonus_B1 = draw(p_BTV.gather(1, at_BT1)[:, 0], u_B)[:, None]
-    return verdict._replace(tokens_BT=verdict.tokens_BT.scatter(1, verdict.num_accepted_B[:, None], bonus_B1))
+    return verdict._replace(
+        tokens_BT=verdict.tokens_BT.scatter(1, verdict.num_accepted_B[:, None], bonus_B1)
+    )
 
 
 def flagged(noise: float, seeds: range, rows: int = 24) -> tuple[float, float]:
-    """Return the share of runs of a sampler without the residual that fail, and the mean power that they report."""
+    """Return the share of runs of a sampler without the residual that fail, and the mean power that
+    they report.
+    """
     target, failed, power = small_model(), [], []
     for seed in seeds:
         sampling = Sampling(temperature=1.0, seed=seed)
-        options = {"draft_name": "model", "draft_model": noisy_copy(target, noise), "policy": "full", "gamma": 3}
+        options = {
+            "draft_name": "model",
+            "draft_model": noisy_copy(target, noise),
+            "policy": "full",
+            "gamma": 3,
+        }
         prompts = random_prompts([40] * rows, seed)
         batch = open_batch(target, prompts, sampling=sampling, generate_len=64, **options)
         fast = batch.decoder.generate(batch.draft)
@@ -270,7 +320,9 @@ def flagged(noise: float, seeds: range, rows: int = 24) -> tuple[float, float]:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("noise", "rows"), [(0.15, 24), (0.15, 64), (0.5, 24)])
 def test_the_power_of_the_sampled_test_is_the_share_of_runs_that_it_finds(noise, rows, monkeypatch):
-    """Within 0.2, which is 2.5 standard deviations of 40 runs at most. A right sampler reports the same power."""
+    """Within 0.2, which is 2.5 standard deviations of 40 runs at most. A right sampler reports the
+    same power.
+    """
     right, expected = flagged(noise, range(40), rows)
     monkeypatch.setattr(decoder_module, "accept_sampled", whole_instead_of_residual)
     found, reported = flagged(noise, range(40), rows)
@@ -279,7 +331,9 @@ def test_the_power_of_the_sampled_test_is_the_share_of_runs_that_it_finds(noise,
     assert reported == pytest.approx(expected, abs=0.15)
 
 
-def test_a_bad_draft_without_the_residual_is_found_with_the_power_that_a_right_one_reports(monkeypatch):
+def test_a_bad_draft_without_the_residual_is_found_with_the_power_that_a_right_one_reports(
+    monkeypatch,
+):
     assert flagged(0.5, range(2))[1] > 0.99
     monkeypatch.setattr(decoder_module, "accept_sampled", whole_instead_of_residual)
     assert flagged(0.5, range(2))[0] == 1
@@ -301,11 +355,17 @@ def test_the_first_logits_that_are_not_finite_are_named():
     plain = open_batch(TARGET, prompts).decoder.generate().tokens
     places = [(row, at) for at in range(1, 20) for row in (0, 1)]
     read = [[*prompts[0], *prompts[1], *plain[0][:at], *plain[1][: at + row]] for row, at in places]
-    row, at = next(place for place, before in zip(places, read, strict=True) if plain[place[0]][place[1]] not in before)
+    row, at = next(
+        place
+        for place, before in zip(places, read, strict=True)
+        if plain[place[0]][place[1]] not in before
+    )
     token = plain[row][at]
     batch = open_batch(poisoned(TARGET, token), prompts, draft_name="ngram", gamma=2)
     where = f"token {len(prompts[row]) + at + 1} of row {row}"
-    with pytest.raises(NonFinite, match=f"target: .* first for {where}, in autoregressive decoding"):
+    with pytest.raises(
+        NonFinite, match=f"target: .* first for {where}, in autoregressive decoding"
+    ):
         batch.decoder.generate()
     batch = open_batch(poisoned(TARGET, token), prompts, draft_name="ngram", gamma=2)
     with pytest.raises(NonFinite, match=f"target: .* of row {row}, in speculative decoding"):

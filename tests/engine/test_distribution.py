@@ -1,4 +1,6 @@
-"""Sampling end to end: which random number each token is drawn with, and the distribution of what is written."""
+"""Sampling end to end: which random number each token is drawn with, and the distribution of what
+is written.
+"""
 
 import itertools
 
@@ -20,11 +22,15 @@ PROMPT = random_prompts([9], vocab=V)[0]
 
 @pytest.mark.parametrize(("draft", "gamma"), [("none", 0), ("self", 1), ("self", 3)])
 def test_every_token_has_a_random_number_of_its_own(draft, gamma):
-    """The distribution is flat, so that a number names its token. All proposals are accepted before the bonus token."""
+    """The distribution is flat, so that a number names its token. All proposals are accepted before
+    the bonus token.
+    """
     target = small_model(tie_word_embeddings=False)
     target.head.weight.data.zero_()
     prompts, sampling = random_prompts([7, 12]), Sampling(temperature=1.0, seed=3)
-    batch = open_batch(target, prompts, draft_name=draft, gamma=gamma, policy="full", sampling=sampling)
+    batch = open_batch(
+        target, prompts, draft_name=draft, gamma=gamma, policy="full", sampling=sampling
+    )
     rows = batch.decoder.generate(batch.draft).tokens
     uses = itertools.chain([Use.DECIDE], itertools.cycle([*[Use.PROPOSE] * gamma, Use.DECIDE]))
     for at, use in zip(range(24), uses, strict=False):
@@ -33,7 +39,9 @@ def test_every_token_has_a_random_number_of_its_own(draft, gamma):
         assert [row[at] for row in rows] == expected_B.tolist()
 
 
-def probabilities(model: Transformer, tokens: list[list[int]], sampling: Sampling) -> list[list[float]]:
+def probabilities(
+    model: Transformer, tokens: list[list[int]], sampling: Sampling
+) -> list[list[float]]:
     """Return the distribution of each row's next token, by sorting in plain Python."""
     cache = KVCache(model.config, len(tokens), len(tokens[0]), torch.float32, "cpu")
     logits = model.logits(model(torch.tensor(tokens), cache)[:, -1])[..., :V] / sampling.temperature
@@ -63,20 +71,34 @@ def expected(sampling: Sampling) -> dict[tuple[int, ...], float]:
     "sampling", [Sampling(1.0, seed=1), Sampling(1.4, 4, 0.85, seed=2)], ids=["plain", "truncated"]
 )
 @pytest.mark.parametrize(
-    ("draft", "vocab"), [*((name, V) for name in ("none", *DRAFTS)), ("model", V - 1), ("model", V + 3)]
+    ("draft", "vocab"),
+    [*((name, V) for name in ("none", *DRAFTS)), ("model", V - 1), ("model", V + 3)],
 )
 def test_what_is_written_has_the_targets_distribution(draft, vocab, sampling):
-    """Count the tokens of 3,000 rows with one prompt. The draft's vocabulary may be padded to another size."""
+    """Count the tokens of 3,000 rows with one prompt. The draft's vocabulary may be padded to
+    another size.
+    """
     model = small_drafter(draft, TARGET, 0.0)
     if isinstance(model, Transformer) and not isinstance(model, Head):
         model = small_model(1, vocab_size=vocab, spread=0.4)
-    settings = {"policy": "streaming", "budget": 8, "num_sink": 2, "gamma": 2, "generate_len": LENGTH}
-    batch = open_batch(TARGET, [PROMPT] * ROWS, draft_name=draft, draft_model=model, sampling=sampling, **settings)
+    settings = {
+        "policy": "streaming",
+        "budget": 8,
+        "num_sink": 2,
+        "gamma": 2,
+        "generate_len": LENGTH,
+    }
+    batch = open_batch(
+        TARGET, [PROMPT] * ROWS, draft_name=draft, draft_model=model, sampling=sampling, **settings
+    )
     rows = batch.decoder.generate(batch.draft).tokens
     known = expected(sampling)
     assert set(map(tuple, rows)) <= set(known)
     likely = [sequence for sequence, p in known.items() if p * ROWS >= 8]
     counts = [rows.count(list(sequence)) for sequence in likely]
     shares = [known[sequence] * ROWS for sequence in likely]
-    counts, shares = torch.tensor([*counts, ROWS - sum(counts)]), torch.tensor([*shares, ROWS - sum(shares)])
+    counts, shares = (
+        torch.tensor([*counts, ROWS - sum(counts)]),
+        torch.tensor([*shares, ROWS - sum(shares)]),
+    )
     assert chisquare(counts, shares.clamp(min=1e-9)) > 1e-3

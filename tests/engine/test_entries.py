@@ -1,5 +1,5 @@
-"""The prompts' entries: faults that the audit finds wherever they are, clean ones that it passes, and what decoding,
-profile, warm-up and audit leave behind.
+"""The prompts' entries: faults that the audit finds wherever they are, clean ones that it passes,
+and what decoding, profile, warm-up and audit leave behind.
 """
 
 import hashlib
@@ -38,7 +38,9 @@ def swapped(entries_LBKSD, first):
 
 
 def shifted(entries_LBKSD, first):
-    entries_LBKSD[:, :, :, first : first + 20] = entries_LBKSD[:, :, :, first + 1 : first + 21].clone()
+    entries_LBKSD[:, :, :, first : first + 20] = entries_LBKSD[
+        :, :, :, first + 1 : first + 21
+    ].clone()
 
 
 FAULTS = [zeroed, swapped, shifted]
@@ -51,7 +53,9 @@ PLACES: dict[str, Callable[[int, int], tuple[slice, slice]]] = {  # which layers
 
 def prefilled(seed: int, dtype=torch.float32, backend=SdpaAttention) -> Decoder:
     """A batch on a model of its own, whose prompts are prefilled."""
-    target = small_model(seed, num_layers=3, hidden_size=64, intermediate_size=128, head_dim=16).to(dtype)
+    target = small_model(seed, num_layers=3, hidden_size=64, intermediate_size=128, head_dim=16).to(
+        dtype
+    )
     target.attention = backend()
     return open_batch(target, random_prompts(LENGTHS, seed)).decoder
 
@@ -76,7 +80,9 @@ def test_faults_of_the_prompts_are_found(fault, place, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("fault", "place"), list(product(FAULTS, PLACES)))
 def test_faults_of_the_prompts_are_found_20_times_of_20(fault, place, dtype):
-    assert [check_prompts(faulty(seed, fault, place, dtype)).wrong > 0 for seed in range(20)].count(True) == 20
+    assert [check_prompts(faulty(seed, fault, place, dtype)).wrong > 0 for seed in range(20)].count(
+        True
+    ) == 20
 
 
 @pytest.mark.slow
@@ -84,14 +90,20 @@ def test_faults_of_the_prompts_are_found_20_times_of_20(fault, place, dtype):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_clean_prompts_never_fail(dtype, backend):
-    """50 runs of each kind, 200 in all, stay below a quarter of the largest error that is allowed."""
-    worst = max(check_prompts(prefilled(seed, dtype, backend), seed).max_error for seed in range(50))
+    """50 runs of each kind, 200 in all, stay below a quarter of the largest error that is
+    allowed.
+    """
+    worst = max(
+        check_prompts(prefilled(seed, dtype, backend), seed).max_error for seed in range(50)
+    )
     assert worst < MAX_ERROR[dtype] / 4
 
 
 @torch.inference_mode()
 def lose(decoder: Decoder) -> None:
-    """Lose a part of the prompts for good: the last token reads the wrong entries, as later chunks would."""
+    """Lose a part of the prompts for good: the last token reads the wrong entries, as later chunks
+    would.
+    """
     for cached in (decoder.cache.k_LBKSD, decoder.cache.v_LBKSD):
         zeroed(cached, 20)
     decoder.cache.rollback(decoder.state.prompt_len_B - 1)
@@ -120,8 +132,8 @@ def test_a_last_hidden_state_that_is_not_the_targets_is_found():
 
 
 def test_many_tokens_are_sampled_at_other_places_in_every_row(monkeypatch):
-    """Every stride of 4 holds a token of every row, and the four rows cover all places. In the first layer all are
-    compared.
+    """Every stride of 4 holds a token of every row, and the four rows cover all places. In the
+    first layer all are compared.
     """
     monkeypatch.setattr(entries, "FEWEST", 1)
     monkeypatch.setattr(entries, "SHARE", 4)
@@ -152,19 +164,29 @@ def entries_hash(cache: KVCache, lengths: list[int]) -> str:
     digest = hashlib.sha256()
     for row, length in enumerate(lengths):
         for cached in (cache.k_LBKSD, cache.v_LBKSD):
-            digest.update(cached[:, row, :, :length].contiguous().view(torch.uint8).numpy().tobytes())
+            digest.update(
+                cached[:, row, :, :length].contiguous().view(torch.uint8).numpy().tobytes()
+            )
     return digest.hexdigest()
 
 
 @pytest.mark.parametrize(("draft", "policy"), PAIRS)
 def test_the_prompts_entries_stay_as_they_are(draft, policy, monkeypatch):
-    """Without a warm-up before it, too, and with several gammas. The next job on these entries writes the same."""
+    """Without a warm-up before it, too, and with several gammas. The next job on these entries
+    writes the same.
+    """
     monkeypatch.setattr(choices, "AUTO_GAMMAS", (1, 3))
     lengths, target = [30, 44], small_model()
-    batch = drafting(draft, target, lengths, gamma="auto", policy=policy, budget=40, num_sink=2, generate_len=12)
+    batch = drafting(
+        draft, target, lengths, gamma="auto", policy=policy, budget=40, num_sink=2, generate_len=12
+    )
     decoder = batch.decoder
     before, last_BE = entries_hash(decoder.cache, lengths), decoder.last_BE.clone()
-    plain, fast, fixed = decoder.generate(), decoder.generate(batch.draft), decoder.generate(batch.draft, gamma=3)
+    plain, fast, fixed = (
+        decoder.generate(),
+        decoder.generate(batch.draft),
+        decoder.generate(batch.draft, gamma=3),
+    )
     assert entries_hash(decoder.cache, lengths) == before
     warm_up(batch)
     assert entries_hash(decoder.cache, lengths) == before
@@ -173,7 +195,9 @@ def test_the_prompts_entries_stay_as_they_are(draft, policy, monkeypatch):
     profile_round(batch, 2, 3)
     assert entries_hash(decoder.cache, lengths) == before
     assert torch.equal(decoder.last_BE, last_BE)
-    again = new_engine(target, generate_len=12).open(random_prompts(lengths), 0, decoder.cache).decoder
+    again = (
+        new_engine(target, generate_len=12).open(random_prompts(lengths), 0, decoder.cache).decoder
+    )
     again.resume(last_BE)
     assert again.generate().tokens == plain.tokens == fast.tokens == fixed.tokens
 

@@ -1,4 +1,5 @@
-"""Rows that have finished: attention leaves them out, in both ways of decoding, and nothing else changes.
+"""Rows that have finished: attention leaves them out, in both ways of decoding, and nothing else
+changes.
 
 On CPUs, the kernel of all layers and the head's matmul leave them out, too.
 """
@@ -20,12 +21,22 @@ from tests.small import drafting, small_model
 TARGET = small_model(spread=0.15)
 LENGTHS, LIMITS = [40, 61, 53, 47], [3, 20, 9, 20]
 CPP = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler")
-CASES = [("self", policy) for policy in POLICIES] + [("model", "streaming"), ("hierarchical", "snapkv")]
+CASES = [("self", policy) for policy in POLICIES] + [
+    ("model", "streaming"),
+    ("hierarchical", "snapkv"),
+]
 
 
 def decode(draft: str, policy: str, sampling: Sampling):
     """Tokens of both ways, of rows with limits of their own."""
-    keys = {"gamma": 3, "budget": 16, "num_sink": 2, "page_size": 4, "sampling": sampling, "generate_len": 20}
+    keys = {
+        "gamma": 3,
+        "budget": 16,
+        "num_sink": 2,
+        "page_size": 4,
+        "sampling": sampling,
+        "generate_len": 20,
+    }
     batch = drafting(draft, TARGET, LENGTHS, policy=policy, **keys)
     batch.decoder.state.limit_B.copy_(torch.tensor(LENGTHS) + torch.tensor(LIMITS))
     plain, fast = batch.decoder.generate(), batch.decoder.generate(batch.draft)
@@ -41,7 +52,9 @@ def test_other_rows_write_what_they_write_anyway(attention, draft, policy, sampl
     monkeypatch.setattr(TARGET, "attention", attention())
     resting = decode(draft, policy, sampling)
     assert [len(row) for row in resting[1]] == LIMITS
-    monkeypatch.setattr(kv_cache.KVCache, "read_B", lambda cache, num_new: cache.seqlens_B + num_new)
+    monkeypatch.setattr(
+        kv_cache.KVCache, "read_B", lambda cache, num_new: cache.seqlens_B + num_new
+    )
     for module in (passes, decoder):
         monkeypatch.setattr(module, "active_rows", lambda resting_B: None)
     assert resting == decode(draft, policy, sampling)
@@ -96,6 +109,8 @@ def test_a_finished_row_is_not_read(speculates, monkeypatch):
     for num_new, _, read in seen:
         assert read[1] == num_new
         assert min(read[0], read[2], read[3]) > 12
-    verified = [read for num_new, capacity, read in seen if capacity == batch.decoder.cache.capacity]
+    verified = [
+        read for num_new, capacity, read in seen if capacity == batch.decoder.cache.capacity
+    ]
     assert verified[-1][0] == LENGTHS[0] + (3 if speculates else 1)
     assert batch.decoder.cache.resting_B is None

@@ -1,4 +1,5 @@
-"""Tests that need a GPU: captured rounds write what plain ones write, and memory is what was estimated.
+"""Tests that need a GPU: captured rounds write what plain ones write, and memory is what was
+estimated.
 
 They do not depend on the version of PyTorch: run them with each that is to be used.
 """
@@ -20,16 +21,32 @@ from tests.small import new_engine, random_prompts, small_drafter, small_model
 pytestmark = pytest.mark.gpu
 CASES = [("self", policy) for policy in POLICIES] + [(draft, "streaming") for draft in DRAFTS]
 SAMPLED = Sampling(temperature=0.8, top_k=20, top_p=0.9, seed=3)
-DECODING = (24 * 4096, 24 * 5 * 4096)  # values of a sum: of a draft step, and of a verification of 5 tokens
-SIZES = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512, "num_layers": 4, "max_position_embeddings": 8192}
+# Values of a sum: of a draft step, and of a verification of 5 tokens.
+DECODING = (24 * 4096, 24 * 5 * 4096)
+SIZES = {
+    "hidden_size": 256,
+    "head_dim": 64,
+    "intermediate_size": 512,
+    "num_layers": 4,
+    "max_position_embeddings": 8192,
+}
 
 
-def engine_for(draft, policy, graphs, device="cuda", attention="sdpa", sampling=None, **sizes) -> NativeEngine:
+def engine_for(
+    draft, policy, graphs, device="cuda", attention="sdpa", sampling=None, **sizes
+) -> NativeEngine:
     target = small_model(**sizes)
     target.attention = BACKENDS[attention].work()
     drafter = small_drafter(draft, target, 0.15)
     drafter = drafter and drafter.to(device)
-    options = {"gamma": 3, "budget": 16, "num_sink": 2, "page_size": 4, "refresh": 2, "graphs": graphs}
+    options = {
+        "gamma": 3,
+        "budget": 16,
+        "num_sink": 2,
+        "page_size": 4,
+        "refresh": 2,
+        "graphs": graphs,
+    }
     options |= {"draft_name": draft, "draft_model": drafter, "policy": policy, "sampling": sampling}
     return new_engine(target.to(device), **options)
 
@@ -49,14 +66,19 @@ def test_captured_rounds_write_what_plain_ones_write(draft, policy):
         plain, fast = batch.decoder.generate(), batch.decoder.generate(batch.draft)
         assert fast.tokens == plain.tokens
         assert profile_round(batch, 2)["verify_ms"] > 0
-        assert batch.decoder.generate(batch.draft).tokens == plain.tokens  # captures share a pool of memory
+        # Captures share a pool of memory.
+        assert batch.decoder.generate(batch.draft).tokens == plain.tokens
         written.append((plain.tokens, fast.accepted_RB.tolist()))
     assert written[0] == written[1]
 
 
-@pytest.mark.parametrize(("draft", "policy"), [("self", "streaming"), ("self", "quest"), ("ngram", "streaming")])
+@pytest.mark.parametrize(
+    ("draft", "policy"), [("self", "streaming"), ("self", "quest"), ("ngram", "streaming")]
+)
 def test_captured_rounds_that_sample_write_what_plain_ones_write(draft, policy):
-    """A sample depends on its position alone: a replay draws what a call draws, and so does the next generation."""
+    """A sample depends on its position alone: a replay draws what a call draws, and so does the
+    next generation.
+    """
     written = []
     for graphs in (False, True):
         batch = opened(engine_for(draft, policy, graphs, sampling=SAMPLED), [50, 61, 70])
@@ -86,7 +108,11 @@ def test_captured_rounds_over_codes_of_32k_tokens_are_lossless():
     sizes = SIZES | {"max_position_embeddings": 33_000, "num_layers": 2}
     written = []
     for graphs in (False, True):
-        batch = opened(engine_for("self", "quantized", graphs, attention="triton", **sizes), [32_768, 20_001], 2048)
+        batch = opened(
+            engine_for("self", "quantized", graphs, attention="triton", **sizes),
+            [32_768, 20_001],
+            2048,
+        )
         plain, fast = batch.decoder.generate(), batch.decoder.generate(batch.draft)
         assert fast.tokens == plain.tokens
         written.append((plain.tokens, fast.accepted_RB.tolist()))
@@ -111,7 +137,9 @@ def test_compiled_layers_write_what_plain_ones_write(policy):
         if compiled:
             engine.target.compile_layers()
         batch = opened(engine, [50, 61, 70])
-        written.append([batch.decoder.generate().tokens, batch.decoder.generate(batch.draft).tokens])
+        written.append(
+            [batch.decoder.generate().tokens, batch.decoder.generate(batch.draft).tokens]
+        )
     assert written[0] == written[1]
 
 
@@ -119,7 +147,9 @@ def test_compiled_layers_write_what_plain_ones_write(policy):
 @pytest.mark.parametrize("attention", ["sdpa", "triton"])
 def test_memory_is_what_was_foreseen(policy, attention):
     rows, context = 32, 4096
-    estimated = footprint(engine_for("self", policy, True, "meta", attention, **SIZES), rows, context, False)
+    estimated = footprint(
+        engine_for("self", policy, True, "meta", attention, **SIZES), rows, context, False
+    )
     device = torch.device("cuda")
     torch._C._cuda_clearCublasWorkspaces()  # of tests before this one
     torch.cuda.empty_cache()

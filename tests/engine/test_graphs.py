@@ -1,4 +1,5 @@
-"""Conditions of a capture, on any machine: its rehearsals must stay within the buffers, and leave no trace.
+"""Conditions of a capture, on any machine: its rehearsals must stay within the buffers, and leave
+no trace.
 
 A CPU raises for an index that a GPU would only assert on, long after the call.
 """
@@ -16,7 +17,11 @@ from magicdec.measure import profile
 from tests.small import drafting, new_engine, open_batch, random_prompts, small_model
 
 TARGET = small_model()
-CASES = [("self", policy) for policy in POLICIES] + [(draft, "streaming") for draft in DRAFTS] + [("model", "full")]
+CASES = (
+    [("self", policy) for policy in POLICIES]
+    + [(draft, "streaming") for draft in DRAFTS]
+    + [("model", "full")]
+)
 
 
 class Rehearsed(graphs.Step):
@@ -29,9 +34,18 @@ class Rehearsed(graphs.Step):
 
 @pytest.mark.parametrize("generate_len", [2, 12])
 @pytest.mark.parametrize(("draft", "policy"), CASES)
-def test_rehearsals_stay_within_the_buffers_and_leave_no_trace(draft, policy, generate_len, monkeypatch):
+def test_rehearsals_stay_within_the_buffers_and_leave_no_trace(
+    draft, policy, generate_len, monkeypatch
+):
     def opened():
-        keys = {"gamma": 5, "budget": 16, "num_sink": 2, "page_size": 4, "refresh": 4, "generate_len": generate_len}
+        keys = {
+            "gamma": 5,
+            "budget": 16,
+            "num_sink": 2,
+            "page_size": 4,
+            "refresh": 4,
+            "generate_len": generate_len,
+        }
         return drafting(draft, TARGET, [33, 41, 20], policy=policy, **keys)
 
     expected = opened().decoder.generate().tokens
@@ -63,7 +77,9 @@ def test_a_rehearsed_prefill_makes_passes_of_the_same_widths_and_leaves_no_trace
 
 
 def test_what_spoils_a_capture_is_what_is_told(monkeypatch):
-    """PyTorch ends a capture that has failed with an error of its own, and does not come to restore the stream."""
+    """PyTorch ends a capture that has failed with an error of its own, and does not come to restore
+    the stream.
+    """
 
     @contextmanager
     def graph(*_, **__):
@@ -77,7 +93,12 @@ def test_what_spoils_a_capture_is_what_is_told(monkeypatch):
 
     before, own = (SimpleNamespace(wait_stream=lambda other: None) for _ in range(2))
     restored: list = []
-    stand_ins = {"graph": graph, "stream": nullcontext, "CUDAGraph": object, "set_stream": restored.append}
+    stand_ins = {
+        "graph": graph,
+        "stream": nullcontext,
+        "CUDAGraph": object,
+        "set_stream": restored.append,
+    }
     stand_ins |= {"Stream": lambda device: own, "current_stream": lambda device: before}
     for name, stand_in in (stand_ins | {"graph_pool_handle": lambda: None}).items():
         monkeypatch.setattr(torch.cuda, name, stand_in)

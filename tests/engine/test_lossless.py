@@ -1,4 +1,5 @@
-"""The losslessness matrix: speculative output equals autoregressive output, token for token, in fp32.
+"""The losslessness matrix: speculative output equals autoregressive output, token for token, in
+fp32.
 
 Every registered draft and cache policy is a part of it; a new one joins by being registered.
 """
@@ -14,7 +15,16 @@ from magicdec.config.registry import DRAFTS, POLICIES
 from magicdec.conformance import both_ways
 from magicdec.kernels.library import compiler
 from magicdec.verification.sampling import Sampling
-from tests.small import VOCAB, accepted, drafting, new_engine, noisy_copy, open_batch, random_prompts, small_model
+from tests.small import (
+    VOCAB,
+    accepted,
+    drafting,
+    new_engine,
+    noisy_copy,
+    open_batch,
+    random_prompts,
+    small_model,
+)
 
 TARGET = small_model()
 GAMMAS, BATCHES, BUDGETS = (1, 2, 5, 8), (1, 3, 8), (12, 40, 400)
@@ -27,11 +37,17 @@ PAIRS = [
     and not (POLICIES[policy].facts.needs_target and not DRAFTS[draft].facts.shares_target)
 ]
 FULL = [(*pair, *sizes) for pair in PAIRS for sizes in itertools.product(GAMMAS, BATCHES, BUDGETS)]
-# For every run, each pair with sizes that change along, and with the smallest valid budget, one more than gamma. The
-# whole matrix is marked slow.
+# For every run, each pair with sizes that change along, and with the smallest valid budget, one
+# more than gamma. The whole matrix is marked slow.
 SIZES = list(itertools.product((1, 3, 3, 8), (12, 40), GAMMAS))
-SAMPLE = [(*pair, gamma, rows, budget) for pair, (rows, budget, gamma) in zip(PAIRS, itertools.cycle(SIZES[::5]))]
-SMALLEST = [(*pair, gamma, rows, gamma + 1) for pair, (gamma, rows) in zip(PAIRS, itertools.cycle([(3, 2), (5, 1)]))]
+SAMPLE = [
+    (*pair, gamma, rows, budget)
+    for pair, (rows, budget, gamma) in zip(PAIRS, itertools.cycle(SIZES[::5]))
+]
+SMALLEST = [
+    (*pair, gamma, rows, gamma + 1)
+    for pair, (gamma, rows) in zip(PAIRS, itertools.cycle([(3, 2), (5, 1)]))
+]
 
 
 def check(draft: str, policy: str, gamma: int, rows: int, budget: int, **settings):
@@ -84,13 +100,25 @@ def test_a_budget_of_everything_accepts_everything(policy, budget):
 
 
 @pytest.mark.parametrize(
-    ("draft", "policy"), [pair for pair in PAIRS if pair[0] in ("self", "model", "hierarchical") and pair[1] != "full"]
+    ("draft", "policy"),
+    [pair for pair in PAIRS if pair[0] in ("self", "model", "hierarchical") and pair[1] != "full"],
 )
 @pytest.mark.parametrize(("layers", "budget"), [((0, 1), 40), ((1,), 400)])
-def test_a_draft_that_sees_what_a_target_with_a_sliding_window_sees_is_always_right(draft, policy, layers, budget):
-    """The budget holds the window, or everything where a layer has none; a draft model has the target's weights."""
+def test_a_draft_that_sees_what_a_target_with_a_sliding_window_sees_is_always_right(
+    draft, policy, layers, budget
+):
+    """The budget holds the window, or everything where a layer has none; a draft model has the
+    target's weights.
+    """
     target = small_model(sliding_window=16, sliding_layers=layers)
-    settings = {"policy": policy, "budget": budget, "num_sink": 2, "page_size": 4, "bits": 8, "generate_len": 15}
+    settings = {
+        "policy": policy,
+        "budget": budget,
+        "num_sink": 2,
+        "page_size": 4,
+        "bits": 8,
+        "generate_len": 15,
+    }
     if draft == "hierarchical":
         settings |= {"inner": Streaming(budget=budget, num_sink=2)}
     model = target if DRAFTS[draft].facts.needs_model else None
@@ -98,13 +126,23 @@ def test_a_draft_that_sees_what_a_target_with_a_sliding_window_sees_is_always_ri
     batch = open_batch(target, prompts, draft_name=draft, draft_model=model, gamma=4, **settings)
     plain, fast = batch.decoder.generate(), batch.decoder.generate(batch.draft)
     assert fast.tokens == plain.tokens
-    assert accepted(fast).float().mean() > 3.5 if policy == "quantized" else (accepted(fast) == 4).all()
+    assert (
+        accepted(fast).float().mean() > 3.5
+        if policy == "quantized"
+        else (accepted(fast) == 4).all()
+    )
 
 
 def test_in_cache_positions_go_with_a_sliding_window():
     target = small_model(sliding_window=16, sliding_layers=(0, 1))
     draft = small_model(sliding_window=16, sliding_layers=(0, 1), max_position_embeddings=64)
-    settings = {"draft_name": "model", "draft_model": draft, "policy": "streaming", "budget": 40, "num_sink": 2}
+    settings = {
+        "draft_name": "model",
+        "draft_model": draft,
+        "policy": "streaming",
+        "budget": 40,
+        "num_sink": 2,
+    }
     batch = open_batch(target, random_prompts([120, 110, 70]), gamma=4, **settings)
     assert batch.draft.cache.spec.in_cache_positions
     assert (accepted(batch.decoder.generate(batch.draft)) == 4).all()
@@ -113,15 +151,21 @@ def test_in_cache_positions_go_with_a_sliding_window():
 @pytest.mark.parametrize("length", [1, 2, 3])
 @pytest.mark.parametrize("draft", list(DRAFTS))
 def test_the_shortest_prompts(draft, length):
-    batch = drafting(draft, TARGET, [length, 5], 0.2, gamma=3, policy="streaming", budget=8, num_sink=2)
+    batch = drafting(
+        draft, TARGET, [length, 5], 0.2, gamma=3, policy="streaming", budget=8, num_sink=2
+    )
     assert batch.decoder.generate().tokens == batch.decoder.generate(batch.draft).tokens
 
 
 def test_a_draft_may_be_used_beyond_its_trained_context():
-    """In-cache positions: a draft trained for 24 tokens never sees a larger distance, and stays lossless."""
+    """In-cache positions: a draft trained for 24 tokens never sees a larger distance, and stays
+    lossless.
+    """
     draft = noisy_copy(small_model(max_position_embeddings=24), 0.1)
     settings = {"gamma": 3, "policy": "streaming", "budget": 12, "num_sink": 2}
-    batch = open_batch(TARGET, random_prompts([90, 70]), draft_name="model", draft_model=draft, **settings)
+    batch = open_batch(
+        TARGET, random_prompts([90, 70]), draft_name="model", draft_model=draft, **settings
+    )
     assert batch.draft.cache.spec.in_cache_positions
     assert batch.draft.chunk == 12  # behind a budget of 12
     assert batch.decoder.generate().tokens == batch.decoder.generate(batch.draft).tokens
@@ -129,9 +173,13 @@ def test_a_draft_may_be_used_beyond_its_trained_context():
 
 @pytest.mark.parametrize("budget", [400, 508, 512, 600])
 def test_a_large_budget_leaves_the_prefill_chunk_as_it_is(budget):
-    """Sequences that fit into the draft's trained context of 512 tokens keep their positions in chunks of any size."""
+    """Sequences that fit into the draft's trained context of 512 tokens keep their positions in
+    chunks of any size.
+    """
     settings = {"gamma": 3, "policy": "streaming", "budget": budget, "num_sink": 2}
-    batch = open_batch(TARGET, random_prompts([50, 60]), draft_name="model", draft_model=TARGET, **settings)
+    batch = open_batch(
+        TARGET, random_prompts([50, 60]), draft_name="model", draft_model=TARGET, **settings
+    )
     chunks = []
     batch.decoder.restart()
     batch.draft.prefill(batch.decoder.state, chunks.append)
@@ -140,14 +188,20 @@ def test_a_large_budget_leaves_the_prefill_chunk_as_it_is(budget):
 
 
 def test_sampling_is_reproducible_and_lossless_where_the_draft_is_the_target():
-    """With the target as its own draft over a full cache every proposal is accepted at temperature 1, too."""
+    """With the target as its own draft over a full cache every proposal is accepted at temperature
+    1, too.
+    """
     sampling = Sampling(temperature=1.0, seed=4)
     prompts = random_prompts([30, 44])
-    batch = open_batch(TARGET, prompts, sampling=sampling, draft_name="self", gamma=3, policy="full")
+    batch = open_batch(
+        TARGET, prompts, sampling=sampling, draft_name="self", gamma=3, policy="full"
+    )
     first, second = batch.decoder.generate(batch.draft), batch.decoder.generate(batch.draft)
     assert first.tokens == second.tokens
     assert (accepted(first) == 3).all()
-    other = open_batch(TARGET, prompts, sampling=Sampling(temperature=1.0, seed=5)).decoder.generate()
+    other = open_batch(
+        TARGET, prompts, sampling=Sampling(temperature=1.0, seed=5)
+    ).decoder.generate()
     assert other.tokens != batch.decoder.generate().tokens
 
 
@@ -155,13 +209,21 @@ def test_sampling_is_reproducible_and_lossless_where_the_draft_is_the_target():
 def test_a_prompt_draws_the_same_random_numbers_in_batches_of_any_size(draft):
     """The same prompt again and again: no two sequences of a run may share their numbers."""
     sampling, prompts = Sampling(temperature=1.0), random_prompts([30]) * 6
-    options = {"draft_name": draft, "policy": "streaming", "budget": 12, "gamma": 3, "sampling": sampling}
+    options = {
+        "draft_name": draft,
+        "policy": "streaming",
+        "budget": 12,
+        "gamma": 3,
+        "sampling": sampling,
+    }
     engine, runs = new_engine(TARGET, **options), []
     for size in (6, 2, 3):
         batches = [engine.open(prompts[start : start + size], start) for start in range(0, 6, size)]
         for batch in batches:
             batch.decoder.prefill(16)
-        runs.append([row for batch in batches for row in batch.decoder.generate(batch.draft).tokens])
+        runs.append(
+            [row for batch in batches for row in batch.decoder.generate(batch.draft).tokens]
+        )
     assert len(set(map(tuple, runs[0]))) == 6
     assert runs[0] == runs[1] == runs[2]
 
@@ -177,12 +239,16 @@ def test_batches_of_a_run_draw_synthetic_outcomes_of_their_own():
 
 
 def test_the_state_counts_what_the_rounds_say():
-    """Both passes keep their counts, although the second one counts into the same buffers on the device."""
+    """Both passes keep their counts, although the second one counts into the same buffers on the
+    device.
+    """
     _, plain, fast = check("model", "streaming", 4, 3, budget=12)
     assert (plain.committed_RB == 1).all()
     assert (plain.accepted_RB == 0).all()
     for one in (plain, fast):
-        assert torch.equal(one.committed_RB.sum(0) + 1, torch.tensor([len(row) for row in one.tokens]))
+        assert torch.equal(
+            one.committed_RB.sum(0) + 1, torch.tensor([len(row) for row in one.tokens])
+        )
         assert len(one.round_seconds) == len(one.accepted_RB)
 
 
@@ -207,8 +273,15 @@ def disturb(batch):
 @pytest.mark.parametrize(("draft", "policy"), PAIRS)
 @torch.inference_mode()
 def test_a_pass_reads_only_what_it_has_written_itself(draft, policy):
-    """A pass of a fresh batch proposes what another one does after an autoregressive pass and with noise around."""
-    settings = {"budget": 16, "num_sink": 2, "generate_len": 8, "sampling": Sampling(temperature=0.7, seed=1)}
+    """A pass of a fresh batch proposes what another one does after an autoregressive pass and with
+    noise around.
+    """
+    settings = {
+        "budget": 16,
+        "num_sink": 2,
+        "generate_len": 8,
+        "sampling": Sampling(temperature=0.7, seed=1),
+    }
     batch = drafting(draft, TARGET, [40, 3, 25], 0.3, gamma=8, policy=policy, **settings)
     propose, proposals = batch.draft.propose, []
     batch.draft.propose = lambda *a: (proposals.append(propose(*a)), proposals[-1])[1]
@@ -237,7 +310,12 @@ def test_a_new_pass_clears_the_tokens_of_the_last_one():
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_vocabularies_may_be_padded_to_different_sizes(padded, temperature):
     """The models' logits differ in number; tokens stay within the target's."""
-    settings = {"draft_name": "model", "draft_model": small_model(1, vocab_size=padded), "gamma": 3, "policy": "full"}
+    settings = {
+        "draft_name": "model",
+        "draft_model": small_model(1, vocab_size=padded),
+        "gamma": 3,
+        "policy": "full",
+    }
     prompts = random_prompts([30, 21], vocab=VOCAB - 5)
     batch = open_batch(TARGET, prompts, sampling=Sampling(temperature=temperature), **settings)
     tokens = batch.decoder.generate(batch.draft).tokens

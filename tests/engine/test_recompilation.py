@@ -1,4 +1,6 @@
-"""Nothing is compiled during a run: torch.compile would take seconds, in the middle of a measurement."""
+"""Nothing is compiled during a run: torch.compile would take seconds, in the middle of a
+measurement.
+"""
 
 from contextlib import contextmanager
 from pathlib import Path
@@ -56,7 +58,9 @@ def compiled_models(draft, model=None):
 
 def compiled_batch(draft, model=None, **keys):
     target, model = compiled_models(draft, model)
-    return open_batch(target, random_prompts([33, 41, 20]), draft_name=draft, draft_model=model, **KEYS, **keys)
+    return open_batch(
+        target, random_prompts([33, 41, 20]), draft_name=draft, draft_model=model, **KEYS, **keys
+    )
 
 
 @contextmanager
@@ -95,12 +99,16 @@ def test_nothing_is_compiled_when_gamma_changes(draft, compiled, monkeypatch):
 @pytest.mark.parametrize("bits", ["int8", "int4"])
 def test_nothing_is_compiled_after_rehearsals_of_a_quantized_draft(bits, compiled):
     pytest.importorskip("torchao")
-    decode(compiled_batch("self", quantized(small_model(), bits, "cpu"), gamma=5, policy="streaming"))
+    decode(
+        compiled_batch("self", quantized(small_model(), bits, "cpu"), gamma=5, policy="streaming")
+    )
 
 
 @pytest.mark.parametrize("draft", ["none", "self", "model"])
 def test_nothing_is_compiled_while_requests_come_and_go(draft, compiled):
-    """Prompts of several lengths, greedy and sampled, together and alone, with and without the draft."""
+    """Prompts of several lengths, greedy and sampled, together and alone, with and without the
+    draft.
+    """
     target, model = compiled_models(draft)
     keys = KEYS | {"gamma": 3, "policy": "streaming", "draft_name": draft, "draft_model": model}
     served = Slots(new_engine(target, **keys), 2, 80)
@@ -112,7 +120,9 @@ def test_nothing_is_compiled_while_requests_come_and_go(draft, compiled):
 
 
 def serve(served, prompts, speculates) -> None:
-    """Seat both requests, the second one sampled, take rounds, and release them one after the other."""
+    """Seat both requests, the second one sampled, take rounds, and release them one after the
+    other.
+    """
     for slot, (prompt, sampling) in enumerate(zip(prompts, (GREEDY, SAMPLED), strict=True)):
         served.prefill(prompt, Params(16, sampling), speculates, lambda _: None)
         served.seat(slot)
@@ -131,7 +141,17 @@ def decode_on(rank: int, folder: Path) -> None:
         target.compile_layers()
         model.compile_layers()
         prompts = random_prompts([33, 41, 20], vocab=97)
-        decode(open_batch(target, prompts, draft_name="model", draft_model=model, **KEYS, gamma=3, policy="streaming"))
+        decode(
+            open_batch(
+                target,
+                prompts,
+                draft_name="model",
+                draft_model=model,
+                **KEYS,
+                gamma=3,
+                policy="streaming",
+            )
+        )
 
 
 @pytest.mark.usefixtures("forked_ranks")

@@ -1,4 +1,6 @@
-"""launch.py on a device of a fixed name, which is a part of a run's id; the process launcher's jobs are this, too."""
+"""launch.py on a device of a fixed name, which is a part of a run's id; the process launcher's jobs
+are this, too.
+"""
 
 import sys
 

@@ -1,4 +1,5 @@
-"""Triton kernels compiled for GPUs that are not there, down to the registers and the shared memory of a program.
+"""Triton kernels compiled for GPUs that are not there, down to the registers and the shared memory
+of a program.
 
 launch = seen.launches[0]               # as recorded on a fake device
 made = compiled(launch, 90)             # or `build`, for a specialisation described by hand
@@ -47,7 +48,8 @@ GPUS = {
     120: Gpu("RTX PRO 6000", 188, 100 << 10, 99 << 10, 48, 128 << 20),
 }
 REGISTERS = 65536  # of a multiprocessor
-SYSTEM_SHARED = 1024  # bytes of a multiprocessor's shared memory that each program takes beyond its own
+# Bytes of a multiprocessor's shared memory that each program takes beyond its own.
+SYSTEM_SHARED = 1024
 MAX_PROGRAMS = 32  # of a multiprocessor, on all of them
 
 
@@ -80,7 +82,9 @@ class Made:
 
     @property
     def programs(self) -> int:
-        """Programs that a multiprocessor runs at once: as registers, shared memory and warps allow."""
+        """Programs that a multiprocessor runs at once: as registers, shared memory and warps
+        allow.
+        """
         gpu = GPUS[self.capability]
         per_warp = math.ceil(self.registers * 32 / 256) * 256
         by_registers = REGISTERS // per_warp // self.warps
@@ -120,12 +124,18 @@ def build(
     options: dict[str, Any],
     aligned: Collection[str] | None = None,
 ) -> Made:
-    """Compile a kernel: `types` of its arguments (i32 where none is given) but for the constants, which may be None;
-    `aligned`: the arguments that 16 divides, by default pointers and strides.
+    """Compile a kernel: `types` of its arguments (i32 where none is given) but for the constants,
+    which may be None; `aligned`: the arguments that 16 divides, by default pointers and strides.
     """
-    types = {name: types.get(name, "i32") for name in kernel.arg_names} | dict.fromkeys(constants, "constexpr")
+    types = {name: types.get(name, "i32") for name in kernel.arg_names} | dict.fromkeys(
+        constants, "constexpr"
+    )
     if aligned is None:
-        aligned = [name for name, kind in types.items() if kind[0] == "*" or re.fullmatch("[qkv]_[a-z]+", name)]
+        aligned = [
+            name
+            for name, kind in types.items()
+            if kind[0] == "*" or re.fullmatch("[qkv]_[a-z]+", name)
+        ]
     index = {name: (i,) for i, name in enumerate(kernel.arg_names)}
     source = ASTSource(
         kernel,
@@ -140,9 +150,13 @@ def build(
 
 @cache
 def resources(cubin: bytes) -> tuple[int, int]:
-    """Registers of a thread, and bytes of stack and local memory, which is where spilled ones go."""
+    """Registers of a thread, and bytes of stack and local memory, which is where spilled ones
+    go.
+    """
     usage = printed(triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", cubin)
-    registers, stack, local = map(int, re.search(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", usage).groups())
+    registers, stack, local = map(
+        int, re.search(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", usage).groups()
+    )
     return registers, stack + local
 
 
@@ -151,4 +165,6 @@ def printed(tool: str, option: str, cubin: bytes) -> str:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
-        return subprocess.run([tool, option, path], capture_output=True, text=True, check=True).stdout
+        return subprocess.run(
+            [tool, option, path], capture_output=True, text=True, check=True
+        ).stdout

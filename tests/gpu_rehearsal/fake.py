@@ -1,4 +1,5 @@
-"""A CUDA device that is not there: rounds run on fake tensors, where every operator is recorded and nothing computed.
+"""A CUDA device that is not there: rounds run on fake tensors, where every operator is recorded and
+nothing computed.
 
 with fake_cuda() as recording:
     batch = prefilled(engine("self", "streaming"))
@@ -43,15 +44,24 @@ LLAMA_8B = replace(architecture("llama-3.1-8b"), eos_token_ids=(2,))
 # Operators that launch nothing: views, and memory that is not written.
 FREE = frozenset(
     (
-        "view", "_unsafe_view", "unsqueeze", "squeeze", "expand", "transpose", "permute", "select", "slice", "t",
-        "as_strided", "split", "split_with_sizes", "unbind", "alias", "detach", "_reshape_alias", "unfold", "empty",
-        "empty_like", "new_empty", "empty_strided", "new_empty_strided", "lift_fresh", "diagonal", "narrow", "chunk",
+        "view", "_unsafe_view", "unsqueeze", "squeeze", "expand", "transpose", "permute", "select", "slice", "t",  # noqa: E501
+        "as_strided", "split", "split_with_sizes", "unbind", "alias", "detach", "_reshape_alias", "unfold", "empty",  # noqa: E501
+        "empty_like", "new_empty", "empty_strided", "new_empty_strided", "lift_fresh", "diagonal", "narrow", "chunk",  # noqa: E501
         "movedim", "view_as_real",
     )
 )  # fmt: skip
 # Operators whose result, or the shape of it, has to come to the host first.
 SYNCHRONISING = frozenset(
-    ("_local_scalar_dense", "item", "is_nonzero", "nonzero", "masked_select", "_unique2", "unique_dim", "equal")
+    (
+        "_local_scalar_dense",
+        "item",
+        "is_nonzero",
+        "nonzero",
+        "masked_select",
+        "_unique2",
+        "unique_dim",
+        "equal",
+    )
 )
 # Operators that take a number on the CPU as an argument of their kernel, as in `x[:3] = 1.0`.
 SCALAR = frozenset(("lift_fresh", "prim::device", "fill_"))
@@ -59,14 +69,16 @@ CUDA, META = 1, 14  # c10::DeviceType
 
 
 def lend_guard() -> None:
-    """Let CUDA tensors be indexed without a GPU: PyTorch for CPUs has no guard for their devices, and that of PyTorch
-    for CUDA asks the driver. Meta's does nothing.
+    """Let CUDA tensors be indexed without a GPU: PyTorch for CPUs has no guard for their devices,
+    and that of PyTorch for CUDA asks the driver. Meta's does nothing.
     """
     library = ctypes.CDLL(str(pathlib.Path(torch.__file__).parent / "lib" / "libc10.so"))
     try:
         guards = (ctypes.c_void_p * 22).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
     except ValueError:
-        pytest.skip("this PyTorch's libc10 has no table of device guards under the name that is known here")
+        pytest.skip(
+            "this PyTorch's libc10 has no table of device guards under the name that is known here"
+        )
     assert guards[META]
     if not torch.cuda.is_available():
         guards[CUDA] = guards[META]
@@ -144,7 +156,11 @@ class Recording(TorchDispatchMode):
             self.seen.faults.append((f"{name} of a tensor on the CPU", _stack()))
         if any(not isinstance(size, int) for x in outputs for size in x.shape):
             self.seen.faults.append((f"{name} has a dynamic shape", _stack()))
-        if name not in FREE and not name.startswith("prim::") and not (name == "copy_" and _same(*inputs[:2])):
+        if (
+            name not in FREE
+            and not name.startswith("prim::")
+            and not (name == "copy_" and _same(*inputs[:2]))
+        ):
             self.seen.ops.append(self._op(name, inputs, outputs))
         return out
 
@@ -155,9 +171,15 @@ class Recording(TorchDispatchMode):
         elif name in ("index_put_", "scatter_", "scatter", "index_copy_"):
             read = inputs[1:]
             written = inputs[1:2] if name == "index_put_" else inputs[-1:]
-        flops = 2 * inputs[-2].shape[0] * inputs[-2].shape[1] * inputs[-1].shape[1] if name in ("mm", "addmm") else 0
+        flops = (
+            2 * inputs[-2].shape[0] * inputs[-2].shape[1] * inputs[-1].shape[1]
+            if name in ("mm", "addmm")
+            else 0
+        )
         shapes = tuple(tuple(x.shape) for x in inputs)
-        return Op(self.where, name, sum(map(_bytes, read)), sum(map(_bytes, written)), shapes, flops)
+        return Op(
+            self.where, name, sum(map(_bytes, read)), sum(map(_bytes, written)), shapes, flops
+        )
 
 
 class _Kernel:
@@ -198,7 +220,9 @@ class _Kernel:
 
 
 def _traffic(name: str, arguments: dict[str, Any]) -> tuple[int, int]:
-    """Bytes that one of our kernels reads and writes, if K and V are read once and nothing but valid slots is."""
+    """Bytes that one of our kernels reads and writes, if K and V are read once and nothing but
+    valid slots is.
+    """
     if name == "merge_splits":
         return _bytes(arguments["partial"]) + _bytes(arguments["lse"]), _bytes(arguments["out"])
     if name == "sum_scores":
@@ -208,7 +232,11 @@ def _traffic(name: str, arguments: dict[str, Any]) -> tuple[int, int]:
         return sum(map(_bytes, tensors)), 0
     k = arguments["k"]
     reach = k.shape[2] if arguments["reach"] is None else arguments["reach"]
-    slots = arguments["num_indices"] if arguments["SELECTED"] else min(k.shape[2], reach + arguments["T"])
+    slots = (
+        arguments["num_indices"]
+        if arguments["SELECTED"]
+        else min(k.shape[2], reach + arguments["T"])
+    )
     cache = 2 * k.shape[0] * k.shape[1] * slots * k.shape[3] * k.element_size()
     written = [arguments[key] for key in (("partial", "lse") if arguments["SPLIT"] else ("out",))]
     written += [arguments["raw"]] if arguments["SCORED"] else []
@@ -223,7 +251,11 @@ def _same(to: Tensor, source: Any = None) -> bool:
     """Return whether a copy is one onto itself, as functional code leaves them."""
     if source is None or to.untyped_storage()._cdata != source.untyped_storage()._cdata:
         return False
-    return (to.storage_offset(), to.shape, to.stride()) == (source.storage_offset(), source.shape, source.stride())
+    return (to.storage_offset(), to.shape, to.stride()) == (
+        source.storage_offset(),
+        source.shape,
+        source.stride(),
+    )
 
 
 def _bytes(x: Tensor) -> int:
@@ -247,8 +279,9 @@ def _stack(depth: int = 4) -> str:
 
 @contextmanager
 def fake_cuda(capability: int | None = None) -> Iterator[Recording]:
-    """Tensors on "cuda" that hold nothing, and kernels of ours that are only recorded. How many of their programs run
-    at once is known where they are compiled for a `capability`, and two to a multiprocessor of an H100 otherwise.
+    """Tensors on "cuda" that hold nothing, and kernels of ours that are only recorded. How many of
+    their programs run at once is known where they are compiled for a `capability`, and two to a
+    multiprocessor of an H100 otherwise.
     """
     lend_guard()
     from magicdec.attention.cuda import triton_grid as grid
@@ -266,7 +299,11 @@ def fake_cuda(capability: int | None = None) -> Iterator[Recording]:
     with ExitStack() as stack:
         for module, names in launched:
             for name in names:
-                stack.enter_context(patch.object(module, name, _Kernel(getattr(module, name), recording, capability)))
+                stack.enter_context(
+                    patch.object(
+                        module, name, _Kernel(getattr(module, name), recording, capability)
+                    )
+                )
         gpu = grid.Gpu(capability or 90, card.sms, card.shared, card.warps)
         stack.enter_context(patch.object(grid, "gpu", lambda: gpu))
         stack.enter_context(patch.object(grid, "_programs", {}))
@@ -282,9 +319,14 @@ def fake_cuda(capability: int | None = None) -> Iterator[Recording]:
 
 
 def fake_model(
-    config: ModelConfig = LLAMA_8B, attention: str = "triton", dtype: torch.dtype = torch.bfloat16, share: Share = ALONE
+    config: ModelConfig = LLAMA_8B,
+    attention: str = "triton",
+    dtype: torch.dtype = torch.bfloat16,
+    share: Share = ALONE,
 ) -> Transformer:
-    """A model with fake weights on CUDA, one rank's share of it; to be called within `fake_cuda`."""
+    """A model with fake weights on CUDA, one rank's share of it; to be called within
+    `fake_cuda`.
+    """
     with unset_fake_temporarily(), torch.device("meta"):
         kind = Head if isinstance(config, HeadConfig) else Transformer
         model = kind(share.config(config), BACKENDS[attention].work(), share).to(dtype)
@@ -295,7 +337,9 @@ def fake_model(
     for key, shape in shapes.items():
         *path, last = key.split(".")
         weight = torch.empty(shape, dtype=dtype, device="cuda")
-        model.get_submodule(".".join(path))._parameters[last] = torch.nn.Parameter(weight, requires_grad=False)
+        model.get_submodule(".".join(path))._parameters[last] = torch.nn.Parameter(
+            weight, requires_grad=False
+        )
     return model
 
 
@@ -308,19 +352,32 @@ def engine(
     share: Share = ALONE,
     **options: Any,
 ) -> NativeEngine:
-    """An engine of a model cut to `num_layers`, on the fake device; `options` as in `tests.small.new_engine`."""
+    """An engine of a model cut to `num_layers`, on the fake device; `options` as in
+    `tests.small.new_engine`.
+    """
     config, facts = replace(model, num_layers=num_layers), DRAFTS[draft].facts
     target, drafter = fake_model(config, attention, share=share), None
     if facts.listens:
         drafter = fake_model(HeadConfig.like(config), attention)
     elif facts.needs_model:
         drafter = fake_model(replace(config, num_layers=max(1, num_layers // 4)), attention)
-    defaults = {"gamma": 4, "budget": 512, "num_sink": 4, "refresh": 2, "generate_len": 96, "prefill_chunk": 128}
-    return new_engine(target, draft, policy=policy, draft_model=drafter, ignore_eos=False, **(defaults | options))
+    defaults = {
+        "gamma": 4,
+        "budget": 512,
+        "num_sink": 4,
+        "refresh": 2,
+        "generate_len": 96,
+        "prefill_chunk": 128,
+    }
+    return new_engine(
+        target, draft, policy=policy, draft_model=drafter, ignore_eos=False, **(defaults | options)
+    )
 
 
 def prefilled(engine: NativeEngine, rows: int = 4, context: int = 2048) -> Batch:
-    """A batch whose prefill is simulated, and each of whose rounds has run once, as before a capture."""
+    """A batch whose prefill is simulated, and each of whose rounds has run once, as before a
+    capture.
+    """
     batch = engine.open([[0] * context] * rows)
     decoder, draft = batch.decoder, batch.draft
     decoder.simulate_prefill()
@@ -333,7 +390,9 @@ def prefilled(engine: NativeEngine, rows: int = 4, context: int = 2048) -> Batch
 
 
 def rounds(batch: Batch, recording: Recording) -> Seen:
-    """A round of each phase, its operators recorded under the part of the round that they belong to."""
+    """A round of each phase, its operators recorded under the part of the round that they belong
+    to.
+    """
     decoder, draft = batch.decoder, batch.draft
     recording.name_calls(draft, propose="propose", commit="draft commit")
     recording.name_calls(decoder, verify="verify", accept="accept")

@@ -1,4 +1,5 @@
-"""Code that torch.compile would emit for an absent GPU: the Triton kernels around each matmul, and their launches.
+"""Code that torch.compile would emit for an absent GPU: the Triton kernels around each matmul, and
+their launches.
 
 with pretended_gpu(), FakeTensorMode():
     source = emitted(layer.before_attention, arguments)
@@ -41,17 +42,19 @@ def _properties(capability: int) -> SimpleNamespace:
     gpu = GPUS[capability]
     return SimpleNamespace(
         name=gpu.name, major=capability // 10, minor=capability % 10, multi_processor_count=gpu.sms,
-        regs_per_multiprocessor=65536, max_threads_per_multi_processor=32 * gpu.warps, max_threads_per_block=1024,
+        regs_per_multiprocessor=65536, max_threads_per_multi_processor=32 * gpu.warps, max_threads_per_block=1024,  # noqa: E501
         warp_size=32, total_memory=80 << 30, shared_memory_per_block=48 << 10, L2_cache_size=gpu.l2,
-        shared_memory_per_block_optin=gpu.program_shared, shared_memory_per_multiprocessor=gpu.shared,
-        gcnArchName=f"sm_{capability}", memory_clock_rate=2619000, memory_bus_width=5120, clock_rate=1980000,
-        is_integrated=0, is_multi_gpu_board=0, uuid="0", pci_bus_id=0, pci_device_id=0, pci_domain_id=0,
+        shared_memory_per_block_optin=gpu.program_shared, shared_memory_per_multiprocessor=gpu.shared,  # noqa: E501
+        gcnArchName=f"sm_{capability}", memory_clock_rate=2619000, memory_bus_width=5120, clock_rate=1980000,  # noqa: E501
+        is_integrated=0, is_multi_gpu_board=0, uuid="0", pci_bus_id=0, pci_device_id=0, pci_domain_id=0,  # noqa: E501
     )  # fmt: skip
 
 
 @contextmanager
 def pretended_gpu(capability: int = 90) -> Iterator[None]:
-    """Make torch.compile generate code for a GPU. Leans on Inductor's insides: skips where they have other names."""
+    """Make torch.compile generate code for a GPU. Leans on Inductor's insides: skips where they
+    have other names.
+    """
     try:
         import torch._inductor.fx_passes.fuse_attention as attention_patterns
         import torch._inductor.fx_passes.misc_patterns as other_patterns
@@ -63,12 +66,15 @@ def pretended_gpu(capability: int = 90) -> Iterator[None]:
         pytest.skip(f"this PyTorch's Inductor is built in another way: {error}")
     found = _properties(capability)
     answers = {
-        "is_available": True, "device_count": 1, "current_device": 0, "get_device_properties": found,
-        "get_device_capability": (found.major, found.minor), "get_device_name": found.name, "is_bf16_supported": True,
-        "_lazy_init": None, "is_initialized": False, "_exchange_device": 0, "_maybe_exchange_device": 0,
-        "synchronize": None, "get_rng_state": torch.zeros(16, dtype=torch.uint8), "set_rng_state": None,
+        "is_available": True, "device_count": 1, "current_device": 0, "get_device_properties": found,  # noqa: E501
+        "get_device_capability": (found.major, found.minor), "get_device_name": found.name, "is_bf16_supported": True,  # noqa: E501
+        "_lazy_init": None, "is_initialized": False, "_exchange_device": 0, "_maybe_exchange_device": 0,  # noqa: E501
+        "synchronize": None, "get_rng_state": torch.zeros(16, dtype=torch.uint8), "set_rng_state": None,  # noqa: E501
     }  # fmt: skip
-    caches = [getattr(probes, name) for name in ("has_triton", "triton_backend", "triton_hash_with_backend")]
+    caches = [
+        getattr(probes, name)
+        for name in ("has_triton", "triton_backend", "triton_hash_with_backend")
+    ]
     with ExitStack() as stack:
 
         def answer(owner: Any, name: str, value: Any, wrap: Callable = lambda call: call) -> None:
@@ -88,7 +94,11 @@ def pretended_gpu(capability: int = 90) -> Iterator[None]:
             answer(owner, name, None)  # they run kernels to learn patterns
         answer(other_patterns, "_misc_patterns_init", None)
         stack.enter_context(patch.object(driver, ACTIVE, compiling_driver(capability)))
-        settings = {"force_disable_caches": True, "compile_threads": 1, "joint_graph_constant_folding": False}
+        settings = {
+            "force_disable_caches": True,
+            "compile_threads": 1,
+            "joint_graph_constant_folding": False,
+        }
         stack.enter_context(torch._inductor.config.patch(settings))
         for cache in caches:
             cache.cache_clear()
@@ -101,12 +111,16 @@ class _Emitted(Exception):
 
 
 def emitted(function: Callable, arguments: tuple) -> str:
-    """Return the source that torch.compile emits for `function`, which may be compiled already, on fake tensors."""
+    """Return the source that torch.compile emits for `function`, which may be compiled already, on
+    fake tensors.
+    """
     return emitted_with_inputs(function, arguments)[0]
 
 
 def emitted_with_inputs(function: Callable, arguments: tuple) -> tuple[str, list[Tensor]]:
-    """Return the source that torch.compile emits, and the fake tensors that its `call` would get."""
+    """Return the source that torch.compile emits, and the fake tensors that its `call` would
+    get.
+    """
     from torch._inductor.graph import GraphLowering
 
     if not hasattr(GraphLowering, "_compile_to_module_lines"):
@@ -132,21 +146,32 @@ def emitted_with_inputs(function: Callable, arguments: tuple) -> tuple[str, list
 
 def kernels(source: str) -> dict[str, str]:
     """Return the Triton kernels of a compiled function: names, and sources of their modules."""
-    return dict(re.findall(r"(\w+) = async_compile\.triton\('\w+', '''\n(.*?)''', device_str='cuda'\)", source, re.S))
+    return dict(
+        re.findall(
+            r"(\w+) = async_compile\.triton\('\w+', '''\n(.*?)''', device_str='cuda'\)",
+            source,
+            re.S,
+        )
+    )
 
 
 def calls(source: str) -> list[str]:
-    """Return what a compiled function launches, in order: kernels as `NAME.run`, and the rest by their names."""
+    """Return what a compiled function launches, in order: kernels as `NAME.run`, and the rest by
+    their names.
+    """
     body = source[source.index("def call(") :]
     return re.findall(r"(extern_kernels\.\w+|\w+\.run|torch\.ops\.[\w.]+|aten\.[\w.]+)\(", body)
 
 
 def autotuners(source: str) -> dict[str, Any]:
-    """Return Inductor's autotuner of each kernel, within `pretended_gpu`: `configs` are what it would choose among,
-    `mutated_arg_names` what it writes in place.
+    """Return Inductor's autotuner of each kernel, within `pretended_gpu`: `configs` are what it
+    would choose among, `mutated_arg_names` what it writes in place.
     """
     from torch._inductor.codecache import PyCodeCache
     from torch._inductor.runtime import triton_helpers
 
     with patch.object(triton_helpers, "set_driver_to_gpu", lambda: None):
-        return {name: getattr(PyCodeCache.load(module), name) for name, module in kernels(source).items()}
+        return {
+            name: getattr(PyCodeCache.load(module), name)
+            for name, module in kernels(source).items()
+        }

@@ -1,4 +1,6 @@
-"""Bytes that the attention kernels load, counted by the interpreter of Triton; test_interpreted.py runs this file."""
+"""Bytes that the attention kernels load, counted by the interpreter of Triton; test_interpreted.py
+runs this file.
+"""
 
 from collections import defaultdict
 
@@ -17,7 +19,9 @@ assert INTERPRETED
 
 @pytest.fixture
 def loads(monkeypatch):
-    """Call attention; return the slots (row x KV head, slot) of K that each program loads, by its number, in order."""
+    """Call attention; return the slots (row x KV head, slot) of K that each program loads, by its
+    number, in order.
+    """
 
     def attend(num_rows, num_new, group, num_heads, lengths, dim=64):
         seen = defaultdict(list)
@@ -39,7 +43,9 @@ def loads(monkeypatch):
 
         monkeypatch.setattr(InterpreterBuilder, "create_masked_load", recorded)
         plan = (attention := TritonAttention()).plan(
-            torch.tensor(lengths, dtype=torch.int32), Shape(num_new, max(lengths), group, q.dtype), None
+            torch.tensor(lengths, dtype=torch.int32),
+            Shape(num_new, max(lengths), group, q.dtype),
+            None,
         )
         attention.attend(q, k, v, plan)
         return [seen[number] for number in sorted(seen)]
@@ -56,7 +62,9 @@ def test_a_verification_reads_keys_once(loads, num_new, group):
 
 
 def test_a_prefill_reads_keys_from_memory_once(loads, monkeypatch):
-    """The tiles of a head run at the same time: with heads first, each would find the cache filled by other heads."""
+    """The tiles of a head run at the same time: with heads first, each would find the cache filled
+    by other heads.
+    """
     monkeypatch.setattr(Variant, "tile", 64)
     programs = loads(3, 128, 2, 2, [256] * 3)
     tiles, slots = 4, 3 * 2 * 256

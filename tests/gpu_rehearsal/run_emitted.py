@@ -2,8 +2,9 @@
 
 TRITON_INTERPRET=1 python -m tests.gpu_rehearsal.run_emitted FOLDER...
 
-In each folder, source.py is run on arguments.safetensors; configs.json holds a configuration of each kernel by name.
-Outputs, and the arguments afterwards, because kernels may write to them, go to results.safetensors.
+In each folder, source.py is run on arguments.safetensors; configs.json holds a configuration of
+each kernel by name. Outputs, and the arguments afterwards, because kernels may write to them, go to
+results.safetensors.
 """
 
 import json
@@ -23,7 +24,9 @@ from torch._inductor.runtime import triton_helpers, triton_heuristics
 
 HEURISTICS = ("pointwise", "reduction", "persistent_reduction")
 # The interpreter calls no library of a GPU.
-LIBDEVICE = SimpleNamespace(rsqrt=lambda x: tl.rsqrt(x), exp=lambda x: tl.exp(x), mul_rn=lambda x, y: x * y)
+LIBDEVICE = SimpleNamespace(
+    rsqrt=lambda x: tl.rsqrt(x), exp=lambda x: tl.exp(x), mul_rn=lambda x, y: x * y
+)
 
 
 class Kernel:
@@ -62,11 +65,18 @@ def loaded(source: str, configs: dict[str, dict[str, int]]) -> ModuleType:
 def main(folder: Path) -> None:
     """Run what is in a folder."""
     args = load_file(folder / "arguments.safetensors")
-    module = loaded((folder / "source.py").read_text(), json.loads((folder / "configs.json").read_text()))
-    with patch.object(torch.cuda, "_DeviceGuard", nullcontext), patch.object(torch.cuda, "set_device"):
+    module = loaded(
+        (folder / "source.py").read_text(), json.loads((folder / "configs.json").read_text())
+    )
+    with (
+        patch.object(torch.cuda, "_DeviceGuard", nullcontext),
+        patch.object(torch.cuda, "set_device"),
+    ):
         outputs = module.call([args[str(i)] for i in range(len(args))])
     results = {f"output {i}": x.contiguous() for i, x in enumerate(outputs)}
-    save_file(results | {f"argument {i}": x for i, x in args.items()}, folder / "results.safetensors")
+    save_file(
+        results | {f"argument {i}": x for i, x in args.items()}, folder / "results.safetensors"
+    )
 
 
 if __name__ == "__main__":

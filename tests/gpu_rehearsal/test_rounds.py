@@ -1,4 +1,5 @@
-"""Rounds as a CUDA graph would capture them: no host synchronisation, no CPU tensor, no dynamic shape, few launches.
+"""Rounds as a CUDA graph would capture them: no host synchronisation, no CPU tensor, no dynamic
+shape, few launches.
 
 Serving's slots change hands between them, without a wait either.
 """
@@ -18,9 +19,12 @@ from magicdec.verification.sampling import Sampling
 from tests.gpu_rehearsal.fake import engine, fake_cuda, prefilled, rounds
 
 GREEDY, SAMPLED = Sampling(), Sampling(0.8, 50, 0.9)
-PAIRS = [("self", policy) for policy in POLICIES] + [(draft, "streaming") for draft in DRAFTS if draft != "self"]
+PAIRS = [("self", policy) for policy in POLICIES] + [
+    (draft, "streaming") for draft in DRAFTS if draft != "self"
+]
 SERVED = [pair for pair in PAIRS if DRAFTS[pair[0]].facts.serves]
-SERVED = [pair for pair in SERVED if DRAFTS[pair[0]].work.prepare is Draft.prepare]  # none on the host
+# None on the host.
+SERVED = [pair for pair in SERVED if DRAFTS[pair[0]].work.prepare is Draft.prepare]
 ATTENTION = ("triton:attend_split", "triton:merge_splits")
 INNER = Streaming(budget=256, num_sink=4)
 

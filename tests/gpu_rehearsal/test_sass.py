@@ -1,4 +1,6 @@
-"""Machine instructions of attention kernels: nothing keeps a GPU from reading K and V as fast as it can."""
+"""Machine instructions of attention kernels: nothing keeps a GPU from reading K and V as fast as it
+can.
+"""
 
 import re
 
@@ -9,7 +11,8 @@ from tests.attention.test_triton import attend_compiled, coded_compiled
 from tests.gpu_rehearsal.sass import BYTES_A_CYCLE, cycles, disassembled, loops
 
 HEAD_DIM, BYTES = 128, 2
-KERNELS = [(4, 1, 64), (4, 5, 32), (8, 8, 64)]  # query heads of a KV head, new tokens, slots of a block
+# Query heads of a KV head, new tokens, slots of a block.
+KERNELS = [(4, 1, 64), (4, 5, 32), (8, 8, 64)]
 
 
 @pytest.mark.parametrize(
@@ -18,8 +21,9 @@ KERNELS = [(4, 1, 64), (4, 5, 32), (8, 8, 64)]  # query heads of a KV head, new 
 )
 @pytest.mark.parametrize(("group", "num_new", "block"), KERNELS, ids=["decode", "verify", "wide"])
 def test_instructions_do_not_limit_the_bandwidth(capability, group, num_new, block):
-    """K and V arrive by asynchronous copies of 128 bits; tensor cores multiply; and a block's instructions are issued
-    in three quarters of the time in which a GPU reads the block from memory. An A100 takes longer for 64 query rows.
+    """K and V arrive by asynchronous copies of 128 bits; tensor cores multiply; and a block's
+    instructions are issued in three quarters of the time in which a GPU reads the block from
+    memory. An A100 takes longer for 64 query rows.
     """
     made = attend_compiled(capability, "bf16", HEAD_DIM, group, num_new, "all")
     copies = [line for line in disassembled(made.cubin) if "LDGSTS" in line]
@@ -34,8 +38,8 @@ def test_instructions_do_not_limit_the_bandwidth(capability, group, num_new, blo
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_codes_are_decoded_in_less_time_than_entries_are_read(bits):
-    """A block's instructions are issued in 0.65 of the time in which an H100 reads the same entries in half precision.
-    A B200 needs 1.2 times that time.
+    """A block's instructions are issued in 0.65 of the time in which an H100 reads the same entries
+    in half precision. A B200 needs 1.2 times that time.
     """
     made = coded_compiled(90, "bf16", bits, HEAD_DIM, 4)
     inner = max(loops(made)[1:], key=lambda loop: loop["LOP3"])

@@ -1,4 +1,6 @@
-"""Predictions kernel by kernel: the bytes are those of the cost model, and little is added to them."""
+"""Predictions kernel by kernel: the bytes are those of the cost model, and little is added to
+them.
+"""
 
 from types import ModuleType
 
@@ -27,7 +29,10 @@ def test_the_bytes_are_the_cost_models(gpu_static):
     kernels = gpu_static.kernels(hardware, 24)
     moving = sum(kernel.seconds(hardware) for kernel in kernels)
     cache = Streaming(budget=gpu_static.BUDGET, num_sink=4)
-    model = round_times(Setup(LLAMA_8B, hardware, 24, gpu_static.CONTEXT, SelfSpeculation(), cache), gpu_static.GAMMA)
+    model = round_times(
+        Setup(LLAMA_8B, hardware, 24, gpu_static.CONTEXT, SelfSpeculation(), cache),
+        gpu_static.GAMMA,
+    )
     steps = [*[model.draft] * gpu_static.GAMMA, model.verify]
     assert moving == pytest.approx(sum(step.total - step.overhead for step in steps), rel=0.02)
     assert len(kernels) * gpu_static.LAUNCH_S <= 0.08 * moving

@@ -1,4 +1,6 @@
-"""A plugin of pytest: kernels are compiled with the flags of KERNEL_FLAGS as well, which win over the usual ones."""
+"""A plugin of pytest: kernels are compiled with the flags of KERNEL_FLAGS as well, which win over
+the usual ones.
+"""
 
 import os
 

@@ -29,7 +29,9 @@ def test_it_is_built_once_and_what_is_in_the_way_is_one_line(tmp_path, monkeypat
     assert "error" in library.obstacle()
     assert capsys.readouterr().err.count("compiling") == 1  # it is tried once
     assert list(built.parent.iterdir()) == []
-    with pytest.raises(UserError, match=r"^attention=cpp needs a C\+\+ compiler, .*; use attention=sdpa$"):
+    with pytest.raises(
+        UserError, match=r"^attention=cpp needs a C\+\+ compiler, .*; use attention=sdpa$"
+    ):
         library.load.__wrapped__()
     source.write_text("int fine;")
     library._obstacle.cache_clear()
@@ -38,7 +40,10 @@ def test_it_is_built_once_and_what_is_in_the_way_is_one_line(tmp_path, monkeypat
     monkeypatch.setattr(library, "compiler", lambda: None)
     assert library.obstacle() is None
     built.unlink()
-    assert library.obstacle() == "needs a C++ compiler, and neither g++ nor clang++ is installed (CXX names another)"
+    assert (
+        library.obstacle()
+        == "needs a C++ compiler, and neither g++ nor clang++ is installed (CXX names another)"
+    )
 
 
 def test_each_source_decides_the_library_s_name(tmp_path, monkeypatch):
@@ -53,7 +58,9 @@ def test_each_source_decides_the_library_s_name(tmp_path, monkeypatch):
     assert len(set(names)) == len(names)
 
 
-def test_a_compiler_that_fails_and_a_folder_that_cannot_be_made_are_obstacles(tmp_path, monkeypatch):
+def test_a_compiler_that_fails_and_a_folder_that_cannot_be_made_are_obstacles(
+    tmp_path, monkeypatch
+):
     compiler = tmp_path / "c++"
     compiler.write_text("#!/bin/sh\nexit 1\n")
     compiler.chmod(0o755)
@@ -67,7 +74,9 @@ def test_a_compiler_that_fails_and_a_folder_that_cannot_be_made_are_obstacles(tm
     assert reason.endswith("; XDG_CACHE_HOME names another")
 
 
-def test_where_the_cache_is_not_writable_the_library_is_in_a_folder_of_the_users_own(tmp_path, monkeypatch):
+def test_where_the_cache_is_not_writable_the_library_is_in_a_folder_of_the_users_own(
+    tmp_path, monkeypatch
+):
     """Nobody else may write there: what lies in it is executed."""
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
@@ -96,7 +105,10 @@ def test_a_library_that_cannot_be_loaded_is_an_obstacle(share, tmp_path, monkeyp
     whole = built.read_bytes()
     built.write_bytes(b"another" if share is None else whole[: int(share * len(whole))])
     monkeypatch.setattr(library, "path", lambda: built)
-    reason = rf"cannot load its kernels: {built}: .*; delete that file, or name another folder with XDG_CACHE_HOME"
+    reason = (
+        rf"cannot load its kernels: {built}: .*; delete that file, or name another folder with"
+        r" XDG_CACHE_HOME"
+    )
     name, why = backends.choose("auto", torch.device("cpu"), torch.float32, [64])
     assert name == "sdpa"
     assert re.search(reason, why)
@@ -120,26 +132,41 @@ def passes_with(flags: str, folder: Path, *files: str, **variables: str) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(platform.machine() != "x86_64" or library.compiler() is None, reason="for x86-64, with a compiler")
+@pytest.mark.skipif(
+    platform.machine() != "x86_64" or library.compiler() is None,
+    reason="for x86-64, with a compiler",
+)
 @pytest.mark.parametrize("flag", ["-march=haswell", "-mno-avx512bf16"])
 def test_kernels_for_other_processors_compute_the_same(flag, tmp_path):
     """Those with AVX2, and those that do not multiply numbers in bf16."""
-    files = ("attention/test_cpp.py", "models/test_operators.py", "models/test_passes.py", "kernels/test_fuzz.py")
+    files = (
+        "attention/test_cpp.py",
+        "models/test_operators.py",
+        "models/test_passes.py",
+        "kernels/test_fuzz.py",
+    )
     passes_with(flag, tmp_path, *files)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs GCC, whose sanitizers Python can be started with")
+@pytest.mark.skipif(
+    shutil.which("g++") is None, reason="needs GCC, whose sanitizers Python can be started with"
+)
 def test_kernels_neither_read_nor_write_beyond_their_tensors(tmp_path):
     """Fuzz them under ASan and UBSan: in half a minute, of which compiling takes a third."""
     runtime = subprocess.check_output(["g++", "-print-file-name=libasan.so"], text=True).strip()
     flags = "-O0 -fsanitize=address,undefined -fno-sanitize-recover=undefined"
-    options = {"CXX": "g++", "LD_PRELOAD": runtime, "ASAN_OPTIONS": "detect_leaks=0"}  # Python frees little at its end
+    # Python frees little at its end.
+    options = {"CXX": "g++", "LD_PRELOAD": runtime, "ASAN_OPTIONS": "detect_leaks=0"}
     passes_with(flags, tmp_path, "kernels/test_fuzz.py", **options)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("aarch64-linux-gnu-g++") is None, reason="needs a cross compiler for arm")
+@pytest.mark.skipif(
+    shutil.which("aarch64-linux-gnu-g++") is None, reason="needs a cross compiler for arm"
+)
 def test_kernels_compile_for_arm(tmp_path, monkeypatch):
-    monkeypatch.setattr(library, "FLAGS", tuple(flag for flag in library.FLAGS if flag != "-march=native"))
+    monkeypatch.setattr(
+        library, "FLAGS", tuple(flag for flag in library.FLAGS if flag != "-march=native")
+    )
     assert library._obstacle(tmp_path / "kernels.so", "aarch64-linux-gnu-g++") is None

@@ -1,4 +1,6 @@
-"""Threads of the C++ kernels that wait for each other: as they are, and in a build in which they run far apart."""
+"""Threads of the C++ kernels that wait for each other: as they are, and in a build in which they
+run far apart.
+"""
 
 import pytest
 import torch
@@ -21,7 +23,9 @@ SLEEP = " + usleep(rand() % 1000)"  # meanwhile, others run ahead
 
 @pytest.fixture(scope="module", params=["as it is", "staggered"])
 def attention(request, tmp_path_factory):
-    """The backend of a build, which `passes` uses too. The second one takes a second or two to compile."""
+    """The backend of a build, which `passes` uses too. The second one takes a second or two to
+    compile.
+    """
     cached = (library.path, library.load, passes._calls)
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "staggered":
@@ -33,7 +37,11 @@ def attention(request, tmp_path_factory):
                 (folder / name).write_text(text.replace(TAKEN, TAKEN + SLEEP))
             patch.setattr(library, "FOLDER", folder)
             patch.setattr(library, "SOURCES", sorted(folder.glob("*.cpp")))
-            patch.setattr(library, "FLAGS", (*library.FLAGS, "-O0", "-include", "cstdlib", "-include", "unistd.h"))
+            patch.setattr(
+                library,
+                "FLAGS",
+                (*library.FLAGS, "-O0", "-include", "cstdlib", "-include", "unistd.h"),
+            )
         for function in cached:
             function.cache_clear()
         yield CppAttention()
@@ -42,7 +50,9 @@ def attention(request, tmp_path_factory):
 
 
 def check(calls):
-    """Call each in turn, so that what one leaves behind is wrong for the next; compare with one thread, bit for bit."""
+    """Call each in turn, so that what one leaves behind is wrong for the next; compare with one
+    thread, bit for bit.
+    """
     with threads(1):
         right = [call() for call in calls]
     with threads(THREADS):
@@ -54,7 +64,9 @@ def check(calls):
 @torch.inference_mode()
 def test_a_thread_waits_for_the_room_of_a_head_that_is_still_merged(attention):
     """Many more KV heads than threads, so that they share rooms; one split each, and several."""
-    cases = [[x.repeat_interleave(4, dim=0) for x in case(2, 2, 8, longest)] for longest in (500, 1300)]
+    cases = [
+        [x.repeat_interleave(4, dim=0) for x in case(2, 2, 8, longest)] for longest in (500, 1300)
+    ]
     check([lambda case=case: attend_scored(attention, *case) for case in cases])
 
 
@@ -68,4 +80,9 @@ def test_a_layer_s_steps_wait_for_each_other(attention):
         cache = KVCache(model.config, len(tokens_BT), 8, model.dtype, "cpu")
         return model(tokens_BT, cache), cache.k_LBKSD, cache.v_LBKSD
 
-    check([lambda first=first: hidden(torch.arange(first, first + 18).view(3, 6)) for first in (0, 20)])
+    check(
+        [
+            lambda first=first: hidden(torch.arange(first, first + 18).view(3, 6))
+            for first in (0, 20)
+        ]
+    )

@@ -1,4 +1,6 @@
-"""Triton compiles on the host before its first launch. A machine where it cannot is found before a run."""
+"""Triton compiles on the host before its first launch. A machine where it cannot is found before a
+run.
+"""
 
 import sys
 
@@ -49,7 +51,11 @@ def no_triton(monkeypatch):
 @pytest.fixture
 def gpu(monkeypatch):
     """A GPU that is not there, for plans."""
-    for name, answer in {"is_available": True, "device_count": 1, "get_device_name": "H100"}.items():
+    for name, answer in {
+        "is_available": True,
+        "device_count": 1,
+        "get_device_name": "H100",
+    }.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
 
@@ -63,14 +69,19 @@ def test_nothing_is_in_the_way_here():
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        (no_compiler, "needs a C compiler and Python's headers, and neither gcc nor clang is installed"),
+        (
+            no_compiler,
+            "needs a C compiler and Python's headers, and neither gcc nor clang is installed",
+        ),
         (no_headers, r"needs a C compiler and Python's headers, and \S*gcc failed: .*Python.h"),
         (another, "needs a C compiler and Python's headers, and /no/such/cc failed: No such file"),
         (no_triton, "is not installed; install it: pip install -e"),
     ],
 )
 def test_what_triton_needs_is_looked_for_before_it_is_chosen(fault, said, gpu, monkeypatch):
-    """Attention, torch.compile, sampling and quantized drafts fall back or are refused, each with one line."""
+    """Attention, torch.compile, sampling and quantized drafts fall back or are refused, each with
+    one line.
+    """
     fault(monkeypatch)
     with pytest.raises(UserError, match=f"attention=triton {said}"):
         choose("triton", CUDA, torch.bfloat16, [128])

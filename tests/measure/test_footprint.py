@@ -1,4 +1,6 @@
-"""Estimated memory against counted memory: every allocation of PyTorch's allocator, as its profiler records them."""
+"""Estimated memory against counted memory: every allocation of PyTorch's allocator, as its profiler
+records them.
+"""
 
 import gc
 
@@ -22,7 +24,13 @@ from magicdec.tracking.progress import progress
 from magicdec.verification.sampling import Sampling
 from tests.small import new_engine, open_batch, random_prompts, small_drafter, small_model
 
-SIZES = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 160, "num_layers": 3, "max_position_embeddings": 2048}
+SIZES = {
+    "hidden_size": 64,
+    "head_dim": 16,
+    "intermediate_size": 160,
+    "num_layers": 3,
+    "max_position_embeddings": 2048,
+}
 TARGET = small_model(**SIZES)
 ROWS, CONTEXT = 3, 300
 SAMPLED = Sampling(temperature=0.7, top_p=0.9)
@@ -51,7 +59,14 @@ def without_storage(model: Transformer) -> Transformer:
 
 @pytest.mark.parametrize(("draft", "policy", "chunk", "sampling"), CASES)
 def test_what_is_foreseen_is_what_is_allocated(draft, policy, chunk, sampling):
-    settings = {"gamma": 3, "budget": 40, "num_sink": 4, "page_size": 8, "generate_len": 4, "sampling": sampling}
+    settings = {
+        "gamma": 3,
+        "budget": 40,
+        "num_sink": 4,
+        "page_size": 8,
+        "generate_len": 4,
+        "sampling": sampling,
+    }
     settings |= {"draft_name": draft, "policy": policy, "prefill_chunk": chunk}
     drafter = small_drafter(draft, TARGET, 0.1)
     prompts = random_prompts([CONTEXT] * ROWS)
@@ -65,13 +80,24 @@ def test_what_is_foreseen_is_what_is_allocated(draft, policy, chunk, sampling):
 
     models = without_storage(TARGET), without_storage(drafter) if drafter else None
     engine = new_engine(models[0], draft_model=models[1], **settings)
-    assert footprint(engine, ROWS, CONTEXT, audited).peak == pytest.approx(counted_peak(run), rel=0.05)
+    assert footprint(engine, ROWS, CONTEXT, audited).peak == pytest.approx(
+        counted_peak(run), rel=0.05
+    )
 
 
-@pytest.mark.parametrize(("draft", "policy"), [("self", "streaming"), ("self", "snapkv"), ("model", "snapkv")])
+@pytest.mark.parametrize(
+    ("draft", "policy"), [("self", "streaming"), ("self", "snapkv"), ("model", "snapkv")]
+)
 def test_slots_are_foreseen_with_the_row_that_is_prefilled(draft, policy):
-    sizes = ["batch.size=2", "batch.context_len=200", "batch.generate_len=16", "batch.prefill_chunk=100"]
-    plan = resolve(compose(["scenario=serve", f"draft={draft}", f"cache={policy}", "attention=sdpa", *sizes]))
+    sizes = [
+        "batch.size=2",
+        "batch.context_len=200",
+        "batch.generate_len=16",
+        "batch.prefill_chunk=100",
+    ]
+    plan = resolve(
+        compose(["scenario=serve", f"draft={draft}", f"cache={policy}", "attention=sdpa", *sizes])
+    )
     with progress() as bars:
         engine = build.engine(plan, bars)
     prompt = random_prompts([200])[0]
@@ -88,11 +114,20 @@ def test_slots_are_foreseen_with_the_row_that_is_prefilled(draft, policy):
 
 @pytest.mark.parametrize("policy", list(POLICIES))
 def test_a_gpu_is_foreseen_with_the_backend_that_it_uses(policy):
-    """Whatever the policy, no kernel is called; and the masks of sdpa count only where a pass goes its way."""
+    """Whatever the policy, no kernel is called; and the masks of sdpa count only where a pass goes
+    its way.
+    """
     pytest.importorskip("triton")
     from magicdec.attention.cuda.triton import TritonAttention
 
-    settings = {"draft_name": "self", "policy": policy, "gamma": 3, "budget": 40, "page_size": 8, "prefill_chunk": 200}
+    settings = {
+        "draft_name": "self",
+        "policy": policy,
+        "gamma": 3,
+        "budget": 40,
+        "page_size": 8,
+        "prefill_chunk": 200,
+    }
     totals = []
     for backend in (TritonAttention(), SdpaAttention()):
         with torch.device("meta"):
@@ -101,11 +136,19 @@ def test_a_gpu_is_foreseen_with_the_backend_that_it_uses(policy):
     assert 0 < totals[0] <= totals[1]
 
 
-@pytest.mark.parametrize(("name", "least", "most"), [("int8", 1 / 4, 1 / 3), ("int4", 1 / 8, 1 / 6)])
+@pytest.mark.parametrize(
+    ("name", "least", "most"), [("int8", 1 / 4, 1 / 3), ("int4", 1 / 8, 1 / 6)]
+)
 def test_a_quantized_draft_counts_its_codes_and_scales_and_shares_the_rest(name, least, most):
     pytest.importorskip("torchao")
     drafter, prompts = quantized(TARGET, name, "cpu"), random_prompts([CONTEXT] * ROWS)
-    settings = {"gamma": 3, "draft_name": "self", "policy": "streaming", "budget": 40, "generate_len": 6}
+    settings = {
+        "gamma": 3,
+        "draft_name": "self",
+        "policy": "streaming",
+        "budget": 40,
+        "generate_len": 6,
+    }
 
     def run():
         batch = open_batch(TARGET, prompts, draft_model=drafter, **settings)
@@ -114,13 +157,19 @@ def test_a_quantized_draft_counts_its_codes_and_scales_and_shares_the_rest(name,
     meta = without_storage(TARGET)
     engine = new_engine(meta, draft_model=quantized(meta, name, "cpu"), **settings)
     ours, theirs = (
-        {one._cdata: one.nbytes() for p in model.parameters() for one in map(Tensor.untyped_storage, stored(p))}
+        {
+            one._cdata: one.nbytes()
+            for p in model.parameters()
+            for one in map(Tensor.untyped_storage, stored(p))
+        }
         for model in (engine.draft_model, meta)
     )
     codes = sum(ours[key] for key in ours.keys() - theirs.keys())
     matrices = sum(p.nbytes for p in TARGET.layers.parameters() if p.dim() == 2)
     assert matrices * least < codes < matrices * most
-    assert footprint(engine, ROWS, CONTEXT, False).peak == pytest.approx(counted_peak(run), rel=0.05)
+    assert footprint(engine, ROWS, CONTEXT, False).peak == pytest.approx(
+        counted_peak(run), rel=0.05
+    )
 
 
 @pytest.mark.parametrize("available", [0, 99, 100, 333, 5000])
@@ -133,10 +182,14 @@ def test_the_largest_batch_is_the_largest(available):
 
 
 def test_a_batch_beyond_all_memory_is_extrapolated(monkeypatch):
-    """Nothing is allocated for each of a billion rows, and the estimate is that of a batch that is run."""
+    """Nothing is allocated for each of a billion rows, and the estimate is that of a batch that is
+    run.
+    """
 
     def total(rows):
-        engine = new_engine(without_storage(TARGET), "self", policy="streaming", gamma=3, budget=40, num_sink=4)
+        engine = new_engine(
+            without_storage(TARGET), "self", policy="streaming", gamma=3, budget=40, num_sink=4
+        )
         return footprint(engine, rows, CONTEXT, audited=True)
 
     expected = total(512)

@@ -1,4 +1,6 @@
-"""A GPU that is slowed down or shared, with a stand-in for NVML: what is asked of it is what its documentation says."""
+"""A GPU that is slowed down or shared, with a stand-in for NVML: what is asked of it is what its
+documentation says.
+"""
 
 import sys
 from types import SimpleNamespace
@@ -16,13 +18,19 @@ class Refused(Exception):
 
 @pytest.fixture
 def nvml(monkeypatch):
-    library = SimpleNamespace(NVMLError=Refused, NVML_PERF_POLICY_THERMAL=1, NVML_PERF_POLICY_POWER=0)
+    library = SimpleNamespace(
+        NVMLError=Refused, NVML_PERF_POLICY_THERMAL=1, NVML_PERF_POLICY_POWER=0
+    )
     library.slowed, library.processes = {0: 5e9, 1: 7e9}, ["this"]
     library.nvmlInit, library.nvmlDeviceGetHandleByUUID = lambda: None, lambda uuid: uuid
-    library.nvmlDeviceGetViolationStatus = lambda handle, why: SimpleNamespace(violationTime=library.slowed[why])
+    library.nvmlDeviceGetViolationStatus = lambda handle, why: SimpleNamespace(
+        violationTime=library.slowed[why]
+    )
     library.nvmlDeviceGetComputeRunningProcesses = lambda handle: library.processes
     monkeypatch.setitem(sys.modules, "pynvml", library)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="12-34"))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="12-34")
+    )
     return library
 
 
@@ -34,7 +42,10 @@ def test_what_happened_while_it_was_watched(nvml, monkeypatch):
     nvml.processes = ["this", "another"]
     metrics = watch.metrics()
     assert metrics == {"gpu/throttled/thermal": 0.0, "gpu/throttled/power": 0.2, "gpu/shared": 1}
-    assert gpu_trouble(metrics) == ["throttled (power) for 20% of the time", "shared with 1 other process"]
+    assert gpu_trouble(metrics) == [
+        "throttled (power) for 20% of the time",
+        "shared with 1 other process",
+    ]
 
 
 def test_an_undisturbed_gpu_is_no_trouble(nvml):

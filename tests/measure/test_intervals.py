@@ -28,7 +28,9 @@ def test_acceptance():
     assert low < 30 / 100 < high
     assert high - low == pytest.approx(2 * stats.t.ppf(0.975, 3) * error, rel=0.05)
     assert found["acceptance_length_ci95"] == pytest.approx([1 + 2 * low, 1 + 2 * high])
-    assert [omega(2, alpha) for alpha in found["alpha_ci95"]] == pytest.approx(found["acceptance_length_ci95"])
+    assert [omega(2, alpha) for alpha in found["alpha_ci95"]] == pytest.approx(
+        found["acceptance_length_ci95"]
+    )
 
 
 def test_acceptance_where_gamma_varies():
@@ -59,7 +61,9 @@ def test_too_little_has_no_interval():
     assert acceptance_intervals([{(2, 2): 5}] * 4) == {}
     assert acceptance_intervals([*ROWS[:3], {}]) == {}
     assert speedup_intervals(np.ones((2, 9)), np.ones((2, 9)), np.ones(2), np.ones(2)) == {}
-    assert [*speedup_intervals(np.ones((3, 3)), np.ones((3, 3)), np.ones(3), np.ones(3))] == ["speedup_wall_ci95"]
+    assert [*speedup_intervals(np.ones((3, 3)), np.ones((3, 3)), np.ones(3), np.ones(3))] == [
+        "speedup_wall_ci95"
+    ]
 
 
 def test_intervals_cover_the_truth_in_simulated_studies(monkeypatch):

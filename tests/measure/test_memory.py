@@ -13,12 +13,15 @@ from magicdec.measure.memory import Peak
 from tests.small import drafting, small_model
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the peak is that of the whole process")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="elsewhere the peak is that of the whole process"
+)
 def test_the_peak_is_of_this_run_and_not_of_a_larger_one_before_it():
     large = torch.ones(1 << 27)  # 512 MiB
     del large
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what tests before this one have left would be taken instead of new memory
+    # What tests before this one have left would be taken instead of new memory.
+    ctypes.CDLL(None).malloc_trim(0)
     peak = Peak(torch.device("cpu"))
     small = torch.ones(1 << 24)  # 64 MiB
     assert small.nbytes * 0.9 <= peak.num_bytes <= small.nbytes * 3

@@ -18,7 +18,8 @@ from magicdec.units import WAYS
 from tests.clock import count_slots
 from tests.small import drafting, small_model
 
-# Two rows, gamma 2. Row 0 takes 3 + 1 tokens and ends in round 1; row 1 takes 1 + 2 + 1, cut at the limit in round 2.
+# Two rows, gamma 2. Row 0 takes 3 + 1 tokens and ends in round 1; row 1 takes 1 + 2 + 1, cut at the
+# limit in round 2.
 GENERATION = Generation(
     tokens=[[1, 2, 3, 4, 5], [1, 2, 3, 4, 5]],
     accepted_RB=torch.tensor([[2, 0], [0, 1], [-1, 2]], dtype=torch.int32),
@@ -55,7 +56,9 @@ def test_rows_that_start_at_different_times():
 def test_a_surplus_round_is_not_counted():
     accepted_RB = torch.cat((GENERATION.accepted_RB, torch.full((1, 2), -1, dtype=torch.int32)))
     committed_RB = torch.cat((GENERATION.committed_RB, torch.zeros(1, 2, dtype=torch.int32)))
-    surplus = Generation(GENERATION.tokens, accepted_RB, committed_RB, [1.0, 2.0, 4.0, 9.0], gammas=[2] * 4)
+    surplus = Generation(
+        GENERATION.tokens, accepted_RB, committed_RB, [1.0, 2.0, 4.0, 9.0], gammas=[2] * 4
+    )
     assert metrics.row_times(surplus, 0.0)[1].decode == 4.0
 
 
@@ -78,7 +81,8 @@ def test_a_round_cut_at_an_end_of_sequence_does_not_count():
 def intervals_of(plain, fast):
     pairs = [zip(*ways, strict=True) for ways in zip(plain, fast, strict=True)]
     units = [
-        [Unit(batch, 0.0, dict(zip(WAYS, ways, strict=True))) for batch, ways in enumerate(pair)] for pair in pairs
+        [Unit(batch, 0.0, dict(zip(WAYS, ways, strict=True))) for batch, ways in enumerate(pair)]
+        for pair in pairs
     ]
     rounds = metrics.rounds_of_prompts(fast)
     return metrics.interval_metrics(rounds, Repeats(tuple(map(tuple, units))).times)
@@ -93,7 +97,12 @@ def test_intervals_take_a_row_of_every_repeat_and_batch_once():
 
 
 def test_a_row_that_ends_at_its_first_token_has_no_part_in_the_interval_of_the_speedup():
-    none = replace(GENERATION, tokens=[[1], [1]], committed_RB=torch.zeros(3, 2, dtype=torch.int32), generate_len=9)
+    none = replace(
+        GENERATION,
+        tokens=[[1], [1]],
+        committed_RB=torch.zeros(3, 2, dtype=torch.int32),
+        generate_len=9,
+    )
     found = intervals_of([[none, GENERATION]] * 3, [[none, GENERATION]] * 3)
     assert [key for key in found if "speedup" in key] == ["speedup_wall_ci95"]
     assert intervals_of([[none, none]] * 3, [[none, none]] * 3) == {}
@@ -101,7 +110,12 @@ def test_a_row_that_ends_at_its_first_token_has_no_part_in_the_interval_of_the_s
 
 @pytest.mark.parametrize("generate_len", [4, 9, 40])
 def test_measured_acceptance_is_that_of_the_draft_however_little_is_generated(generate_len):
-    settings = {"gamma": 4, "policy": "full", "generate_len": generate_len, "synthetic_acceptance": 0.8}
+    settings = {
+        "gamma": 4,
+        "policy": "full",
+        "generate_len": generate_len,
+        "synthetic_acceptance": 0.8,
+    }
     batch = drafting("self", small_model(), [5] * 400, **settings)
     measured = metrics.acceptance_metrics([batch.decoder.generate(batch.draft)])
     assert measured["alpha"] == pytest.approx(0.8, abs=0.03)
@@ -111,7 +125,9 @@ def test_measured_acceptance_is_that_of_the_draft_however_little_is_generated(ge
 def test_synthetic_acceptance_works_with_every_draft(draft):
     settings = {"gamma": 3, "policy": "streaming", "budget": 16, "num_sink": 2, "generate_len": 12}
     batch = drafting(draft, small_model(), [20] * 200, 0.1, synthetic_acceptance=0.6, **settings)
-    assert metrics.acceptance_metrics([batch.decoder.generate(batch.draft)])["alpha"] == pytest.approx(0.6, abs=0.05)
+    assert metrics.acceptance_metrics([batch.decoder.generate(batch.draft)])[
+        "alpha"
+    ] == pytest.approx(0.6, abs=0.05)
 
 
 def test_history():
@@ -134,7 +150,9 @@ def test_a_row_that_ends_at_its_first_token_has_no_time_per_token_and_no_speedup
 
 def test_the_interval_of_a_speedup_is_that_of_its_repeats():
     plain = [{"time_per_output_token_ms": 10.0, "decode_s": 1.0}] * 3
-    fast = [{"time_per_output_token_ms": 10.0 / ratio, "decode_s": 1.0} for ratio in (1.55, 1.1, 1.5)]
+    fast = [
+        {"time_per_output_token_ms": 10.0 / ratio, "decode_s": 1.0} for ratio in (1.55, 1.1, 1.5)
+    ]
     result = speeds(plain, fast)
     found = [result[f"speedup{end}"] for end in ("", "_min", "_max", "_spread")]
     assert found == pytest.approx([1.5, 1.1, 1.55, 0.3])
@@ -183,7 +201,9 @@ def test_rows_that_end_at_their_first_token_leave_nothing_to_compare():
 
 @pytest.mark.parametrize("ends", [[60] * 4, [60, 6, 6, 6], [60, 50, 4, 4]])
 def test_undisturbed_passes_agree_with_the_profile_wherever_rows_end(ends, monkeypatch):
-    """Time is what is read. The profile's rounds are not quite the first ones: their contexts are a little longer."""
+    """Time is what is read. The profile's rounds are not quite the first ones: their contexts are a
+    little longer.
+    """
     count_slots(monkeypatch)
     keys = {"policy": "streaming", "gamma": 2, "budget": 16, "num_sink": 2, "generate_len": 60}
     batch = drafting("self", small_model(), [200, 240, 220, 210], **keys)
@@ -192,7 +212,9 @@ def test_undisturbed_passes_agree_with_the_profile_wherever_rows_end(ends, monke
     plain, fast = batch.decoder.generate(), batch.decoder.generate(batch.draft)
     times = {f"time/{name}": ms for name, ms in profile_round(batch, 3).items()}
     found = metrics.agreement(times | {"gamma": 2}, [plain], [fast], 1 + 60 / 200)
-    assert found == pytest.approx({"agreement/target_decode": 1.0, "agreement/round": 1.0}, rel=0.02)
+    assert found == pytest.approx(
+        {"agreement/target_decode": 1.0, "agreement/round": 1.0}, rel=0.02
+    )
 
 
 def test_a_rounds_time_counts_once_for_each_of_its_rows():

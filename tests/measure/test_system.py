@@ -13,10 +13,14 @@ PERIOD_S = 0.05
 
 
 def rows_of(seconds, at_least=0):
-    """Sample for so long or, on a machine that is busy with other work, until there are rows enough."""
+    """Sample for so long or, on a machine that is busy with other work, until there are rows
+    enough.
+    """
     with system.sampled(period_s=PERIOD_S) as rows:
         end = time.perf_counter() + seconds
-        while time.perf_counter() < end or (len(rows) < at_least and time.perf_counter() < end + 60):
+        while time.perf_counter() < end or (
+            len(rows) < at_least and time.perf_counter() < end + 60
+        ):
             pass
     return rows
 
@@ -53,7 +57,11 @@ def test_gpus_and_one_that_refuses(monkeypatch):
         return 350_000
 
     nvml = SimpleNamespace(NVML_TEMPERATURE_GPU=0, nvmlInit=lambda: None)
-    answers = {"Count": 2, "UtilizationRates": SimpleNamespace(gpu=50), "MemoryInfo": SimpleNamespace(used=3 << 30)}
+    answers = {
+        "Count": 2,
+        "UtilizationRates": SimpleNamespace(gpu=50),
+        "MemoryInfo": SimpleNamespace(used=3 << 30),
+    }
     for name, answer in (answers | {"Temperature": 60}).items():
         setattr(nvml, f"nvmlDeviceGet{name}", lambda *_, answer=answer: answer)
     nvml.nvmlDeviceGetHandleByIndex, nvml.nvmlDeviceGetPowerUsage = lambda index: index, power

@@ -25,11 +25,15 @@ def test_products_are_those_of_the_decoded_weights(name, rows, columns, count, d
     """Outputs and inputs that are no multiples of a block, too."""
     linear, layer = coded(rows, columns, name, dtype, bias=count == 5)
     x = torch.randn(count, 1, columns).to(dtype)
-    right = F.linear(x.double(), layer.weight.double(), None if linear.bias is None else linear.bias.double())
+    right = F.linear(
+        x.double(), layer.weight.double(), None if linear.bias is None else linear.bias.double()
+    )
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(layer(x).double(), right, atol=tolerance, rtol=tolerance)
     largest = linear.weight.abs().max().float()
-    step = 2 / (2 ** int(name[3:]) - 2) * largest + (largest * 2**-7 if dtype == torch.bfloat16 else 0)
+    step = 2 / (2 ** int(name[3:]) - 2) * largest + (
+        largest * 2**-7 if dtype == torch.bfloat16 else 0
+    )
     assert (layer.weight - linear.weight).abs().max() <= step * 1.01
     assert (layer.weight != linear.weight).any()
 
@@ -60,5 +64,7 @@ def test_a_draft_on_codes_is_lossless():
     model = quantize.quantized(target, "int4", "cuda")
     assert isinstance(model.layers[0].qkv, quantize.CodedLinear)
     options = {"gamma": 2, "policy": "streaming", "budget": 24, "num_sink": 2, "generate_len": 4}
-    batch = open_batch(target, random_prompts([40, 53]), draft_name="self", draft_model=model, **options)
+    batch = open_batch(
+        target, random_prompts([40, 53]), draft_name="self", draft_model=model, **options
+    )
     assert batch.decoder.generate(batch.draft).tokens == batch.decoder.generate().tokens

@@ -1,13 +1,15 @@
 """Record what the speculators library computes with random heads, for test_heads.py.
 
-Run once, in an environment of its own (pip install speculators==0.9.0), from the root of the checkout:
+Run once, in an environment of its own (pip install speculators==0.9.0), from the root of the
+checkout:
 
     python tests/models/record_heads.py
 
-Writes into tests/models/heads: small random targets, and a folder for each case with a head in one of the two layouts
-and expected.safetensors, which has tokens, the target's hidden states, and the head's outputs and logits at three
-steps. Heads in the layout of EAGLE's authors are read by the library's own converter. Its `forward` returns token ids
-only, so that outputs and logits are read by hooks.
+Writes into tests/models/heads: small random targets, and a folder for each case with a head in one
+of the two layouts and expected.safetensors, which has tokens, the target's hidden states, and the
+head's outputs and logits at three steps. Heads in the layout of EAGLE's authors are read by the
+library's own converter. Its `forward` returns token ids only, so that outputs and logits are read
+by hooks.
 
 S tokens, L layers, E hidden size, V draft vocabulary.
 """
@@ -35,7 +37,11 @@ TARGETS = {"llama": (LlamaForCausalLM, LlamaConfig), "qwen3": (Qwen3ForCausalLM,
 CASES = {  # name: family of the target, layout of the head, its switches
     "llama-eagle": ("llama", "eagle", {}),
     "qwen3-eagle": ("qwen3", "eagle", {}),
-    "llama-speculators": ("llama", "speculators", {"norm_before_residual": True, "norm_before_fc": True}),
+    "llama-speculators": (
+        "llama",
+        "speculators",
+        {"norm_before_residual": True, "norm_before_fc": True},
+    ),
     "qwen3-speculators": ("qwen3", "speculators", {"fc_norm": True, "norm_output": True}),
 }
 
@@ -51,7 +57,9 @@ def new_target(family: str, folder: Path) -> torch.nn.Module:
     """Save and return a random target, the same in each case."""
     torch.manual_seed(0)
     model_class, config_class = TARGETS[family]
-    model = model_class(config_class(**SIZES, num_hidden_layers=8, tie_word_embeddings=False)).eval()
+    model = model_class(
+        config_class(**SIZES, num_hidden_layers=8, tie_word_embeddings=False)
+    ).eval()
     random_weights(model)
     model.save_pretrained(folder)
     return model
@@ -60,7 +68,9 @@ def new_target(family: str, folder: Path) -> torch.nn.Module:
 def vocabulary() -> tuple[torch.Tensor, torch.Tensor]:
     """Return t2d and d2t of a random part of the vocabulary."""
     ids = torch.randperm(VOCAB)[:DRAFT_VOCAB].sort().values
-    return torch.zeros(VOCAB, dtype=torch.bool).index_fill_(0, ids, True), ids - torch.arange(DRAFT_VOCAB)
+    return torch.zeros(VOCAB, dtype=torch.bool).index_fill_(0, ids, True), ids - torch.arange(
+        DRAFT_VOCAB
+    )
 
 
 def new_head(family: str, target: Path, switches: dict) -> Eagle3DraftModel:
@@ -84,14 +94,29 @@ def as_eagle(head: Eagle3DraftModel, target: Path, folder: Path) -> Eagle3DraftM
     with tempfile.TemporaryDirectory() as name:
         head.save_pretrained(name)
         tensors = load_file(Path(name) / "model.safetensors")
-    tensors = {key.replace("layers.0.", "midlayer."): value for key, value in tensors.items() if "embed" not in key}
+    tensors = {
+        key.replace("layers.0.", "midlayer."): value
+        for key, value in tensors.items()
+        if "embed" not in key
+    }
     folder.mkdir(parents=True)
     save_file(tensors, folder / "model.safetensors")
-    config = {**SIZES, "model_type": "llama", "num_hidden_layers": 1, "draft_vocab_size": DRAFT_VOCAB}
-    config |= {"architectures": ["LlamaForCausalLMEagle3"], "hidden_act": "silu", "rope_theta": 10000.0}
+    config = {
+        **SIZES,
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "draft_vocab_size": DRAFT_VOCAB,
+    }
+    config |= {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "hidden_act": "silu",
+        "rope_theta": 10000.0,
+    }
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     with tempfile.TemporaryDirectory() as name:
-        Eagle3Converter().convert(folder, name, str(target), validate=False, eagle_aux_hidden_state_layer_ids=TAPS)
+        Eagle3Converter().convert(
+            folder, name, str(target), validate=False, eagle_aux_hidden_state_layer_ids=TAPS
+        )
         config = Eagle3SpeculatorConfig.from_pretrained(name)
         config.transformer_layer_config._attn_implementation = "eager"
         read = Eagle3DraftModel(config)
@@ -126,7 +151,10 @@ def record(case: str) -> None:
     ids = head(**inputs, document_ids=documents, ttt_steps=STEPS)
     stacked = {name: torch.stack(values) for name, values in found.items()}
     stacked |= {"tokens": tokens_S[0], "hidden": hidden_SN[0], "draft_ids": torch.cat(ids)}
-    save_file({name: value.contiguous() for name, value in stacked.items()}, folder / "expected.safetensors")
+    save_file(
+        {name: value.contiguous() for name, value in stacked.items()},
+        folder / "expected.safetensors",
+    )
     tidy(folder)
     tidy(at)
 

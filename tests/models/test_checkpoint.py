@@ -43,7 +43,8 @@ def test_sharded_checkpoints(tmp_path, family):
     assert not (tmp_path / SINGLE).exists()
     assert_equal_to_transformers(tmp_path)
     before = fingerprint(tmp_path)
-    for name in ("model.embed_tokens.weight", "model.norm.weight"):  # in the first and in the last one
+    # In the first and in the last one.
+    for name in ("model.embed_tokens.weight", "model.norm.weight"):
         change_tensor(tmp_path, name, torch.bfloat16)
         assert fingerprint(tmp_path) != before
         before = fingerprint(tmp_path)
@@ -51,7 +52,10 @@ def test_sharded_checkpoints(tmp_path, family):
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.bfloat16])
 def test_weights_come_in_the_dtype_asked_for(llama, stored):
-    save_file({name: tensor.to(stored) for name, tensor in load_file(llama / SINGLE).items()}, llama / SINGLE)
+    save_file(
+        {name: tensor.to(stored) for name, tensor in load_file(llama / SINGLE).items()},
+        llama / SINGLE,
+    )
     state = load(llama, read_config(llama), torch.bfloat16, "cpu")
     expected = load_file(llama / SINGLE)["model.norm.weight"].bfloat16()
     assert {tensor.dtype for tensor in state.values()} == {torch.bfloat16}
@@ -59,13 +63,19 @@ def test_weights_come_in_the_dtype_asked_for(llama, stored):
 
 
 def test_matrices_that_are_stored_in_bfloat16_can_stay_so(llama):
-    """The numbers stay the same. A parameter with a part that is stored in another type is converted."""
+    """The numbers stay the same. A parameter with a part that is stored in another type is
+    converted.
+    """
     tensors = {name: tensor.bfloat16() for name, tensor in load_file(llama / SINGLE).items()}
-    tensors["model.layers.1.self_attn.k_proj.weight"] = tensors["model.layers.1.self_attn.k_proj.weight"].float()
+    tensors["model.layers.1.self_attn.k_proj.weight"] = tensors[
+        "model.layers.1.self_attn.k_proj.weight"
+    ].float()
     save_file(tensors, llama / SINGLE)
     config, whole = read_config(llama), read(llama)
     names = stored_in_bfloat16(llama, config)
-    assert names == {name for name, tensor in whole.items() if tensor.dim() == 2} - {"layers.1.qkv.weight"}
+    assert names == {name for name, tensor in whole.items() if tensor.dim() == 2} - {
+        "layers.1.qkv.weight"
+    }
     state = load(llama, config, torch.float32, "cpu", compact=names)
     assert {name for name, tensor in state.items() if tensor.dtype == torch.bfloat16} == names
     assert all(torch.equal(state[name].float(), tensor) for name, tensor in whole.items())
@@ -78,9 +88,13 @@ def test_progress_adds_up_to_the_number_of_parameters(llama):
     assert sum(seen) == config.num_parameters
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read and reset through Linux's /proc")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="peak memory is read and reset through Linux's /proc"
+)
 def test_peak_memory_is_one_copy_of_the_weights(tmp_path):
-    make_checkpoint(tmp_path, hidden_size=512, intermediate_size=2048, num_hidden_layers=6, sharded=False)
+    make_checkpoint(
+        tmp_path, hidden_size=512, intermediate_size=2048, num_hidden_layers=6, sharded=False
+    )
     size = (tmp_path / SINGLE).stat().st_size
 
     def memory(field: str) -> int:
@@ -111,7 +125,9 @@ def frequencies(folder: Path) -> torch.Tensor:
 def test_computed_and_tied_tensors_in_old_checkpoints_are_skipped(tmp_path, capsys):
     make_checkpoint(tmp_path, "llama-tied")
     embedding = load_file(tmp_path / SINGLE)["model.embed_tokens.weight"]
-    add_tensors(tmp_path, **{INV_FREQ: frequencies(tmp_path).half(), "lm_head__weight": embedding.clone()})
+    add_tensors(
+        tmp_path, **{INV_FREQ: frequencies(tmp_path).half(), "lm_head__weight": embedding.clone()}
+    )
     assert "head.weight" not in read(tmp_path)
     assert "warning" not in capsys.readouterr().err
 
@@ -122,7 +138,12 @@ def test_frequencies_that_contradict_the_config_are_reported_once(tmp_path, caps
     add_tensors(tmp_path, **{INV_FREQ: 2 * frequencies(tmp_path)})
     read(tmp_path)
     read(tmp_path)
-    assert capsys.readouterr().err.count("rotary_emb.inv_freq is not read, as in transformers, and differs") == 1
+    assert (
+        capsys.readouterr().err.count(
+            "rotary_emb.inv_freq is not read, as in transformers, and differs"
+        )
+        == 1
+    )
 
 
 STORED = [torch.float32, torch.bfloat16]
@@ -131,10 +152,14 @@ STORED = [torch.float32, torch.bfloat16]
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("stored", STORED)
 def test_a_head_of_its_own_counts_although_the_config_ties_it(tmp_path, capsys, sharded, stored):
-    """Other numbers, or the embedding's rounded to another type: transformers takes the head of the file."""
+    """Other numbers, or the embedding's rounded to another type: transformers takes the head of the
+    file.
+    """
     make_checkpoint(tmp_path, sharded=sharded)
     if stored == torch.bfloat16:
-        file = next(path for path in tmp_path.glob("*.safetensors") if "lm_head.weight" in load_file(path))
+        file = next(
+            path for path in tmp_path.glob("*.safetensors") if "lm_head.weight" in load_file(path)
+        )
         embedding = load_reference(tmp_path).get_input_embeddings().weight
         save_file(load_file(file) | {"lm_head.weight": embedding.detach().bfloat16()}, file)
         load_reference.cache_clear()
@@ -144,8 +169,13 @@ def test_a_head_of_its_own_counts_although_the_config_ties_it(tmp_path, capsys, 
     tokens_BS = torch.arange(5, 45)[None]
     model = load_model(tmp_path)
     hidden = model(tokens_BS, KVCache(model.config, 1, 40, torch.float32, "cpu"))
-    torch.testing.assert_close(model.logits(hidden), load_reference(tmp_path)(tokens_BS).logits, rtol=0, atol=1e-4)
-    assert "lm_head.weight differs from model.embed_tokens.weight, so it is used" in capsys.readouterr().err
+    torch.testing.assert_close(
+        model.logits(hidden), load_reference(tmp_path)(tokens_BS).logits, rtol=0, atol=1e-4
+    )
+    assert (
+        "lm_head.weight differs from model.embed_tokens.weight, so it is used"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_tied_config_without_its_weights_is_read(tmp_path):
@@ -157,15 +187,24 @@ def test_a_tied_config_without_its_weights_is_read(tmp_path):
 
 
 def test_what_is_not_read_is_reported(llama, capsys):
-    change_config(llama, rope_scaling={"type": "linear", "factor": 2.0}, dual_chunk_attention_config={"size": 8})
-    rewrite(llama / "generation_config.json", lambda content: content.update(repetition_penalty=1.05))
+    change_config(
+        llama,
+        rope_scaling={"type": "linear", "factor": 2.0},
+        dual_chunk_attention_config={"size": 8},
+    )
+    rewrite(
+        llama / "generation_config.json", lambda content: content.update(repetition_penalty=1.05)
+    )
     read_config(llama)
     keys, processors = capsys.readouterr().err.splitlines()
     assert keys.startswith(
-        f"warning: {llama}/config.json: keys that are not read: dual_chunk_attention_config={{'size'"
+        f"warning: {llama}/config.json: keys that are not read:"
+        " dual_chunk_attention_config={'size'"
     )
     assert "rope_parameters={" in keys
-    assert processors.endswith("applies these keys, and no engine does here: repetition_penalty=1.05")
+    assert processors.endswith(
+        "applies these keys, and no engine does here: repetition_penalty=1.05"
+    )
 
 
 # What can be wrong with a checkpoint
@@ -187,37 +226,70 @@ def cut(file: Path, kept: int) -> None:
     file.write_bytes(file.read_bytes()[:kept])
 
 
-UP, DOWN, NORM = "model.layers.2.mlp.up_proj.weight", "model.layers.0.mlp.down_proj.weight", "model.norm.weight"
+UP, DOWN, NORM = (
+    "model.layers.2.mlp.up_proj.weight",
+    "model.layers.0.mlp.down_proj.weight",
+    "model.norm.weight",
+)
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0"
 NO_TENSORS = "{0}/model.safetensors is truncated, corrupt or a Git LFS pointer"
-SHAPES = "{0}/model.safetensors: model.embed_tokens.weight has shape (96, 48), config.json says (100, 48)"
+SHAPES = (
+    "{0}/model.safetensors: model.embed_tokens.weight has shape (96, 48), config.json says"
+    " (100, 48)"
+)
 PICKLE = "{0}/%s is a pickle, which can run code when it is loaded; only safetensors are read"
-PICKLES = ["pytorch_model.bin", "consolidated.00.pth", "model.pt", "pytorch_model-00001-of-00002.bin"]
+PICKLES = [
+    "pytorch_model.bin",
+    "consolidated.00.pth",
+    "model.pt",
+    "pytorch_model-00001-of-00002.bin",
+]
 # What is done to a checkpoint, and what is said about it.
 MISTAKES = [
     (lambda at: (at / "config.json").unlink(), "{0}/config.json cannot be read (No such file"),
-    (lambda at: change_config(at, quantization_config={"quant_method": "awq"}), "quantized checkpoints are not supp"),
+    (
+        lambda at: change_config(at, quantization_config={"quant_method": "awq"}),
+        "quantized checkpoints are not supp",
+    ),
     (lambda at: change_config(at, vocab_size=100), SHAPES),
     (lambda at: change_config(at, num_hidden_layers=2), "9 tensors have no place"),
     (lambda at: change_tensor(at, UP), f"the tensor {UP} is missing"),
-    (lambda at: change_tensor(at, DOWN, torch.float8_e4m3fn), f"{DOWN} is stored as F8_E4M3; quantized weights are"),
+    (
+        lambda at: change_tensor(at, DOWN, torch.float8_e4m3fn),
+        f"{DOWN} is stored as F8_E4M3; quantized weights are",
+    ),
     (lambda at: (at / SINGLE).unlink(), "{0} holds no weights"),
-    (lambda at: (at / SINGLE).write_bytes((at / SINGLE).read_bytes() + b"more"), "truncated or corrupt"),
-    *((lambda at, content=content: (at / SINGLE).write_bytes(content), NO_TENSORS) for content in (POINTER, bytes(64))),
-    *((lambda at, kept=kept: cut(at / SINGLE, kept), "{0}/model.safetensors is truncated") for kept in (0, 5, 300, -1)),
+    (
+        lambda at: (at / SINGLE).write_bytes((at / SINGLE).read_bytes() + b"more"),
+        "truncated or corrupt",
+    ),
+    *(
+        (lambda at, content=content: (at / SINGLE).write_bytes(content), NO_TENSORS)
+        for content in (POINTER, bytes(64))
+    ),
+    *(
+        (lambda at, kept=kept: cut(at / SINGLE, kept), "{0}/model.safetensors is truncated")
+        for kept in (0, 5, 300, -1)
+    ),
     *((lambda at, name=name: (at / SINGLE).rename(at / name), PICKLE % name) for name in PICKLES),
 ]
 MISTAKES_OF_SHARDS = [
-    (lambda at: next(at.glob("model-00003-*")).unlink(), ".safetensors cannot be read (No such file or directory)"),
+    (
+        lambda at: next(at.glob("model-00003-*")).unlink(),
+        ".safetensors cannot be read (No such file or directory)",
+    ),
     (lambda at: cut(next(at.glob("model-00002-*")), -100), ".safetensors is truncated"),
     (lambda at: change_tensor(at, NORM), f".safetensors: the tensor {NORM} is missing"),
 ]
 for content in ("{}", '{"weight_map": []}', '{"weight_map": {}}', "nothing"):
-    MISTAKES_OF_SHARDS.append((lambda at, content=content: (at / INDEX).write_text(content), "{0}/" + INDEX))
+    MISTAKES_OF_SHARDS.append(
+        (lambda at, content=content: (at / INDEX).write_text(content), "{0}/" + INDEX)
+    )
 
 
 @pytest.mark.parametrize(
-    ("sharded", "spoil", "said"), [*((False, *one) for one in MISTAKES), *((True, *one) for one in MISTAKES_OF_SHARDS)]
+    ("sharded", "spoil", "said"),
+    [*((False, *one) for one in MISTAKES), *((True, *one) for one in MISTAKES_OF_SHARDS)],
 )
 def test_a_mistake_is_one_line(tmp_path, sharded, spoil, said):
     make_checkpoint(tmp_path, sharded=sharded)
@@ -248,7 +320,9 @@ def test_the_generation_config_names_the_eos_tokens(llama, generation, expected)
 # Which checkpoint it is
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja"])
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja"]
+)
 def test_the_fingerprint_sees_every_byte(tmp_path, name):
     """Weights, configuration and tokenizer of a real checkpoint count; a README does not."""
     folder = shutil.copytree(TINY, tmp_path / "copy")

@@ -18,7 +18,9 @@ from tests.gpu_rehearsal.fake import fake_cuda
     [(24, 6144, (90,)), pytest.param(CODE_ROWS, 28672, (80, 90, 100, 120), marks=pytest.mark.slow)],
 )
 def test_compiled(name, rows, outputs, capabilities):
-    """No weight is written out: what is read is codes and scales. Tensor cores multiply, nothing is spilled."""
+    """No weight is written out: what is read is codes and scales. Tensor cores multiply, nothing is
+    spilled.
+    """
     with fake_cuda() as recording:
         linear = torch.nn.Linear(4096, outputs, bias=False, dtype=torch.bfloat16, device="cuda")
         layer = quantize.coded(linear, name)

@@ -1,4 +1,6 @@
-"""Layers through torch.compile (hardware.compile): the same tokens, and few kernels around each matmul."""
+"""Layers through torch.compile (hardware.compile): the same tokens, and few kernels around each
+matmul.
+"""
 
 import re
 
@@ -15,10 +17,14 @@ pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler
 @torch.inference_mode()
 @pytest.mark.slow
 def test_a_compiled_model_writes_the_same_tokens_in_few_kernels():
-    """The table of rotations; a sum with a norm, the rotation with the write to the cache, a sum with a norm, SwiGLU;
-    the last norm; and one each to look for infinite logits and to commit: no cache is copied.
+    """The table of rotations; a sum with a norm, the rotation with the write to the cache, a sum
+    with a norm, SwiGLU; the last norm; and one each to look for infinite logits and to commit: no
+    cache is copied.
     """
-    target, options = small_model(), {"policy": "streaming", "gamma": 3, "budget": 16, "prefill_chunk": 64}
+    target, options = (
+        small_model(),
+        {"policy": "streaming", "gamma": 3, "budget": 16, "prefill_chunk": 64},
+    )
     lengths = [50, 61, 64]  # of a single chunk: each width is compiled
     batch = drafting("self", target, lengths, **options)
     expected = batch.decoder.generate(batch.draft)

@@ -17,7 +17,8 @@ from tests.checkpoints import SIZES, load_model, load_reference, make_checkpoint
 from tests.programs import ROOT
 
 TOLERANCE = 1e-4
-LENGTHS = torch.tensor([40, 23, 5], dtype=torch.int32)  # past every sliding window and every original context, and not
+# Past every sliding window and every original context, and not.
+LENGTHS = torch.tensor([40, 23, 5], dtype=torch.int32)
 CAPACITY = 64
 
 
@@ -39,7 +40,9 @@ def tokens_BS(checkpoint: Path) -> Tensor:
 
 @pytest.fixture(scope="module")
 def expected_BSV(checkpoint: Path, tokens_BS: Tensor) -> Tensor:
-    """Return transformers' logits of every position: rows are whole here, so that nothing is padded or masked."""
+    """Return transformers' logits of every position: rows are whole here, so that nothing is padded
+    or masked.
+    """
     with torch.no_grad():
         return load_reference(checkpoint)(tokens_BS).logits
 
@@ -55,9 +58,14 @@ def assert_close(logits: Tensor, expected: Tensor) -> None:
 
 
 def prefill_ragged(model: Transformer, cache: KVCache, tokens_BS: Tensor, chunk: int) -> Tensor:
-    """Prefill rows of LENGTHS, padded to the longest, and forget the padding; returns the logits of all positions."""
+    """Prefill rows of LENGTHS, padded to the longest, and forget the padding; returns the logits of
+    all positions.
+    """
     longest = int(LENGTHS.max())
-    hidden = [model(tokens_BS[:, start : min(start + chunk, longest)], cache) for start in range(0, longest, chunk)]
+    hidden = [
+        model(tokens_BS[:, start : min(start + chunk, longest)], cache)
+        for start in range(0, longest, chunk)
+    ]
     cache.rollback(LENGTHS)
     return model.logits(torch.cat(hidden, dim=1))
 
@@ -70,7 +78,9 @@ def at(values_BS: Tensor, starts_B: Tensor, count: int) -> Tensor:
 
 @pytest.mark.parametrize("chunk", [CAPACITY, 16, 7, 1])
 def test_prefill(model, cache, tokens_BS, expected_BSV, chunk):
-    hidden = [model(tokens_BS[:, start : start + chunk], cache) for start in range(0, CAPACITY, chunk)]
+    hidden = [
+        model(tokens_BS[:, start : start + chunk], cache) for start in range(0, CAPACITY, chunk)
+    ]
     assert_close(model.logits(torch.cat(hidden, dim=1)), expected_BSV)
 
 
@@ -101,12 +111,18 @@ def test_a_step_after_a_rollback(model, cache, tokens_BS, expected_BSV):
 
 
 def test_a_known_target_beyond_its_sliding_window(tmp_path):
-    """mistral-7b-v0.1 in small, over more than its 4,096 tokens: prefilled in chunks, and one step."""
+    """mistral-7b-v0.1 in small, over more than its 4,096 tokens: prefilled in chunks, and one
+    step.
+    """
     published = json.loads((ROOT / "conf/target/mistral-7b-v0.1.json").read_text())
-    kept = {key: published[key] for key in ("sliding_window", "max_position_embeddings", "rope_theta")}
+    kept = {
+        key: published[key] for key in ("sliding_window", "max_position_embeddings", "rope_theta")
+    }
     folder = make_checkpoint(tmp_path, "mistral-sliding", **kept)
     model, config = load_model(folder), read_config(folder)
-    tokens_BS = torch.randint(0, SIZES["vocab_size"], (1, 4200), generator=torch.Generator().manual_seed(1))
+    tokens_BS = torch.randint(
+        0, SIZES["vocab_size"], (1, 4200), generator=torch.Generator().manual_seed(1)
+    )
     with torch.no_grad():
         expected = load_reference(folder)(tokens_BS).logits[:, -1]
     found = []

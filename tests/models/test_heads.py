@@ -1,4 +1,6 @@
-"""Heads against the speculators library, whose results are recorded (record_heads.py), and their checkpoints."""
+"""Heads against the speculators library, whose results are recorded (record_heads.py), and their
+checkpoints.
+"""
 
 import json
 import shutil
@@ -64,22 +66,33 @@ def test_outputs_logits_and_proposals(case):
             assert_same(head, expected, step, slice(last, last + 1), output)
 
 
-def assert_same(head: Head, expected: dict[str, Tensor], step: int, where: slice, output_BTE: Tensor) -> None:
+def assert_same(
+    head: Head, expected: dict[str, Tensor], step: int, where: slice, output_BTE: Tensor
+) -> None:
     logits_BTV, found = head.logits(output_BTE), expected["outputs"][step, where]
-    # With norm_output the next step reads the normalised output, and the library's layer is hooked before the norm.
-    torch.testing.assert_close(output_BTE[0], head.norm(found) if head.config.norm_output else found, **CLOSE)
+    # With norm_output the next step reads the normalised output, and the library's layer is hooked
+    # before the norm.
+    torch.testing.assert_close(
+        output_BTE[0], head.norm(found) if head.config.norm_output else found, **CLOSE
+    )
     torch.testing.assert_close(logits_BTV[0], expected["logits"][step, where], **CLOSE)
     assert torch.equal(logits_BTV.argmax(-1)[0], expected["draft_ids"][step, where])
 
 
 def test_vocabulary_embedding_and_parameters(case):
-    """Draft tokens have the target's ids, and the embedding is the target's where the head has none."""
+    """Draft tokens have the target's ids, and the embedding is the target's where the head has
+    none.
+    """
     head, _, target = case
     assert head.config.num_logits == len(head.target_ids_V) == 23
     assert head.target_ids_V.diff().min() > 0
     assert head.target_ids_V.max() < head.config.vocab_size
     assert head.config.own_embedding == (head.embed is not target.embed)
-    own = [p for name, p in head.named_parameters() if head.config.own_embedding or name != "embed.weight"]
+    own = [
+        p
+        for name, p in head.named_parameters()
+        if head.config.own_embedding or name != "embed.weight"
+    ]
     assert sum(p.numel() for p in own) == head.config.num_parameters
 
 
@@ -103,8 +116,14 @@ def changed(folder: Path, tmp_path: Path, **values) -> Path:
         ({"num_hidden_layers": 2}, "a head of 2 layers of llama is not supported"),
         ({"model_type": "mistral"}, "a head of 1 layers of mistral is not supported"),
         ({"draft_vocab_size": "many"}, "draft_vocab_size"),
-        ({"speculators_model_type": "hass"}, "speculators_model_type='hass' is not supported; supported: eagle3"),
-        ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state=false is not supported"),
+        (
+            {"speculators_model_type": "hass"},
+            "speculators_model_type='hass' is not supported; supported: eagle3",
+        ),
+        (
+            {"eagle_config": {"use_aux_hidden_state": False}},
+            "use_aux_hidden_state=false is not supported",
+        ),
     ],
 )
 def test_heads_of_another_kind_are_refused(tmp_path, values, message):
@@ -143,7 +162,10 @@ def test_keys_of_a_head_that_are_not_read_are_reported():
     for name in ("llama-eagle", "qwen3-speculators"):
         plain = json.loads((HEADS / name / "config.json").read_text())
         plain |= {"eagle_config": {"use_last_layernorm": True}, "use_mtp": True}
-        assert unread_keys_of_head(plain) == {"eagle_config.use_last_layernorm": True, "use_mtp": True}
+        assert unread_keys_of_head(plain) == {
+            "eagle_config.use_last_layernorm": True,
+            "use_mtp": True,
+        }
 
 
 @pytest.mark.parametrize(

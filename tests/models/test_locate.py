@@ -12,17 +12,29 @@ def test_a_folder_is_taken_as_it_is_and_may_be_relative_to_the_package(tmp_path,
     assert (locate("magicdec/models") / "checkpoint.py").exists()
 
 
-NOTHING = ["", "./nope", "../nope", "no/such/folder", "/no/such/folder", "name", "org/name/", "a b/c"]
+NOTHING = [
+    "",
+    "./nope",
+    "../nope",
+    "no/such/folder",
+    "/no/such/folder",
+    "name",
+    "org/name/",
+    "a b/c",
+]
 
 
-@pytest.mark.parametrize("path", [*NOTHING, "a" * 5000, "a/" * 3000])  # the last two no system takes
+# The last two no system takes.
+@pytest.mark.parametrize("path", [*NOTHING, "a" * 5000, "a/" * 3000])
 def test_a_path_that_is_nothing(path):
     with pytest.raises(UserError, match="is no folder; valid: a folder with a"):
         locate(path)
 
 
 @pytest.mark.parametrize(
-    ("weights", "patterns"), [(True, ["*.json", "*.safetensors"]), (False, ["*.json"])], ids=["weights", "json"]
+    ("weights", "patterns"),
+    [(True, ["*.json", "*.safetensors"]), (False, ["*.json"])],
+    ids=["weights", "json"],
 )
 def test_only_json_and_safetensors_are_downloaded(tmp_path, monkeypatch, weights, patterns):
     asked = {}

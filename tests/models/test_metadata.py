@@ -1,4 +1,6 @@
-"""Metadata that anyone may have written: whatever it holds, the answer is a model or one line, and it comes soon."""
+"""Metadata that anyone may have written: whatever it holds, the answer is a model or one line, and
+it comes soon.
+"""
 
 import json
 import os
@@ -90,31 +92,76 @@ def put(content: Any, keys: Sequence[str], value: Any) -> None:
     [
         (CONFIG, ["rope_scaling"], "yarn", "rope_scaling='yarn': must be a JSON object"),
         (CONFIG, ["rope_parameters"], [], "rope_parameters=[]: must be a JSON object"),
-        (CONFIG, ["rope_parameters"], {"rope_type": "yarn", "factor": 2, "beta_fast": -1}, "beta_fast=-1: must be"),
-        (CONFIG, ["rope_parameters"], {"rope_type": [], "factor": 2}, "rope_type=[]: must be a text"),
-        (CONFIG, ["rope_parameters", "rope_theta"], 1.0, "rope_theta=1.0: must be a number above 1"),
+        (
+            CONFIG,
+            ["rope_parameters"],
+            {"rope_type": "yarn", "factor": 2, "beta_fast": -1},
+            "beta_fast=-1: must be",
+        ),
+        (
+            CONFIG,
+            ["rope_parameters"],
+            {"rope_type": [], "factor": 2},
+            "rope_type=[]: must be a text",
+        ),
+        (
+            CONFIG,
+            ["rope_parameters", "rope_theta"],
+            1.0,
+            "rope_theta=1.0: must be a number above 1",
+        ),
         (CONFIG, ["rms_norm_eps"], None, "rms_norm_eps=None: must have a value"),
         (CONFIG, ["rms_norm_eps"], float("nan"), "rms_norm_eps=nan: must be a number above 0"),
         (CONFIG, ["eos_token_id"], "x", "eos_token_id='x': must be a whole number"),
         (CONFIG, ["eos_token_id"], [1, "x"], "eos_token_id=[1, 'x']: must be a whole number"),
-        (CONFIG, ["num_hidden_layers"], 10**8, "num_hidden_layers=100000000: must be a whole number, 1 to 2,000"),
+        (
+            CONFIG,
+            ["num_hidden_layers"],
+            10**8,
+            "num_hidden_layers=100000000: must be a whole number, 1 to 2,000",
+        ),
         (CONFIG, ["num_hidden_layers"], True, "num_hidden_layers=True: must be a whole number"),
         (CONFIG, ["num_attention_heads"], 0, "num_attention_heads=0: must be a whole number"),
         (CONFIG, ["vocab_size"], 10**400, "vocab_size=1000"),
         (CONFIG, ["vocab_size"], "\n" * 9999, "must be a whole number"),
         (CONFIG, ["vocab_size"], "\ud800", "config.json: Invalid JSON: "),
         (CONFIG, ["model_type"], {}, "model_type={}: must be a text"),
-        (CONFIG, ["tie_word_embeddings"], "yes", "tie_word_embeddings='yes': must be true or false"),
-        (CONFIG, ["max_position_embeddings"], 2**40, "max_position_embeddings=1099511627776: must be"),
+        (
+            CONFIG,
+            ["tie_word_embeddings"],
+            "yes",
+            "tie_word_embeddings='yes': must be true or false",
+        ),
+        (
+            CONFIG,
+            ["max_position_embeddings"],
+            2**40,
+            "max_position_embeddings=1099511627776: must be",
+        ),
         (GENERATION, ["eos_token_id"], {"a": 1}, "eos_token_id={'a': 1}: must be a whole number"),
         (INDEX, ["weight_map", NORM], None, f"weight_map.{NORM}=None: must have a value"),
-        (INDEX, ["weight_map", NORM], "../a.safetensors", "='../a.safetensors': must be the name of"),
+        (
+            INDEX,
+            ["weight_map", NORM],
+            "../a.safetensors",
+            "='../a.safetensors': must be the name of",
+        ),
         (INDEX, ["weight_map", NORM], "/a.safetensors", "='/a.safetensors': must be the name of"),
-        (INDEX, ["weight_map", NORM], "a.bin", "='a.bin': must be the name of a .safetensors file in the same"),
+        (
+            INDEX,
+            ["weight_map", NORM],
+            "a.bin",
+            "='a.bin': must be the name of a .safetensors file in the same",
+        ),
         (INDEX, ["weight_map", NORM], "a\0.safetensors", "must be the name of a .safetensors file"),
         (INDEX, ["weight_map", "\n" * 9999], 5, r"\n\n=5: must be the name of"),
         (TOKENIZER, ["model"], None, "model=None: must be a JSON object"),
-        (TOKENIZER, ["model", "vocab"], {"a": "b"}, "model.vocab={'a': 'b'}: must map tokens to ids"),
+        (
+            TOKENIZER,
+            ["model", "vocab"],
+            {"a": "b"},
+            "model.vocab={'a': 'b'}: must map tokens to ids",
+        ),
         (TOKENIZER, ["model", "vocab"], [1, 2], "model.vocab=[1, 2]: must map tokens to ids"),
     ],
 )
@@ -127,18 +174,28 @@ def test_a_value_of_the_wrong_kind(folder, file, keys, value, said):
     assert said in line
 
 
-MANY = [(CONFIG, ["model_type"], [0]), (CONFIG, ["eos_token_id"], [-1]), (GENERATION, ["eos_token_id"], [-1])]
-MANY += [(INDEX, ["weight_map"], {"": 0}), *((TOKENIZER, ["model", "vocab"], value) for value in ({"": -1}, [0]))]
+MANY = [
+    (CONFIG, ["model_type"], [0]),
+    (CONFIG, ["eos_token_id"], [-1]),
+    (GENERATION, ["eos_token_id"], [-1]),
+]
+MANY += [
+    (INDEX, ["weight_map"], {"": 0}),
+    *((TOKENIZER, ["model", "vocab"], value) for value in ({"": -1}, [0])),
+]
 
 
 @pytest.mark.parametrize(("file", "keys", "value"), MANY)
 def test_a_file_full_of_mistakes_costs_little(folder, file, keys, value, monkeypatch):
     """One mistake is described, and no more are collected: a description takes a kilobyte."""
-    many = value * 100_000 if isinstance(value, list) else {f"k{i}": value[""] for i in range(100_000)}
+    many = (
+        value * 100_000 if isinstance(value, list) else {f"k{i}": value[""] for i in range(100_000)}
+    )
     rewrite(folder / file, lambda content: put(content, keys, many))
     if file == CONFIG:
         (folder / GENERATION).unlink()
-    monkeypatch.setattr(metadata, "MAX_BYTES", 10_000_000)  # which are allocated before a file is read
+    # Which are allocated before a file is read.
+    monkeypatch.setattr(metadata, "MAX_BYTES", 10_000_000)
     tracemalloc.start()
     try:
         assert str(folder / file) in refusal(folder)
@@ -149,7 +206,8 @@ def test_a_file_full_of_mistakes_costs_little(folder, file, keys, value, monkeyp
 
 @pytest.mark.parametrize("file", [CONFIG, GENERATION, INDEX, TOKENIZER])
 @pytest.mark.parametrize(
-    "content", ["[]", "[" * 100_000, '{"a":' * 100_000, "\xff\xfe", '{"a": 1', "null", "{", "", '"text"']
+    "content",
+    ["[]", "[" * 100_000, '{"a":' * 100_000, "\xff\xfe", '{"a": 1', "null", "{", "", '"text"'],
 )
 def test_what_is_no_json_object(folder, file, content):
     (folder / file).write_text(content, encoding="latin-1")
@@ -157,12 +215,15 @@ def test_what_is_no_json_object(folder, file, content):
 
 
 TENSOR = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
-NO_TENSORS = [TENSOR | wrong for wrong in ({"dtype": 5}, {"shape": None}, {"data_offsets": [0, "4"]})]
+NO_TENSORS = [
+    TENSOR | wrong for wrong in ({"dtype": 5}, {"shape": None}, {"data_offsets": [0, "4"]})
+]
 NO_TENSORS += [None, {}, TENSOR | {"data_offsets": [4]}, {"dtype": "F32", "data_offsets": [0, 4]}]
 
 
 HEADERS = [(None, {"a": entry}, ": a=") for entry in NO_TENSORS]
-HEADERS += [(length, {}, " is truncated, corrupt") for length in (2**63, 10**9, 8)]  # longer than the file
+# Longer than the file.
+HEADERS += [(length, {}, " is truncated, corrupt") for length in (2**63, 10**9, 8)]
 
 
 @pytest.mark.parametrize(("length", "header", "said"), HEADERS)
@@ -185,7 +246,9 @@ def test_tensors_that_overlap(folder):
     assert str(file) in refusal(folder)
 
 
-@pytest.mark.parametrize("file", [CONFIG, GENERATION, INDEX, TOKENIZER, "shard", "tokenizer_config.json"])
+@pytest.mark.parametrize(
+    "file", [CONFIG, GENERATION, INDEX, TOKENIZER, "shard", "tokenizer_config.json"]
+)
 @pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
 def test_files_that_are_none(folder, file, kind):
     """Opening a pipe waits for a writer, a device may never end."""
@@ -215,8 +278,12 @@ def test_a_file_without_end(folder):
     assert f"{folder / CONFIG} is larger than" in refusal(folder)
 
 
-@pytest.mark.parametrize("file", [TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"])
-@pytest.mark.parametrize("content", ["[]", "5", '{"model": 5}', "[" * 100_000, '{"tokenizer_class": 5, "a": []}'])
+@pytest.mark.parametrize(
+    "file", [TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"]
+)
+@pytest.mark.parametrize(
+    "content", ["[]", "5", '{"model": 5}', "[" * 100_000, '{"tokenizer_class": 5, "a": []}']
+)
 def test_broken_tokenizers(folder, file, content):
     """Some of these files nobody reads; then it loads."""
     (folder / file).write_text(content)
@@ -226,9 +293,14 @@ def test_broken_tokenizers(folder, file, content):
 
 def values() -> st.SearchStrategy:
     scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
-    scalars |= st.sampled_from([-1, 0, 1, 2**31, 2**63, 10**30, 0.5, 1e300, "yarn", "llama3", "default", "\ud800"])
+    scalars |= st.sampled_from(
+        [-1, 0, 1, 2**31, 2**63, 10**30, 0.5, 1e300, "yarn", "llama3", "default", "\ud800"]
+    )
     return st.recursive(
-        scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+        scalars,
+        lambda inner: (
+            st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+        ),
     )
 
 
@@ -248,15 +320,39 @@ def test_a_value_of_many_parts_is_shown_in_part(original, tmp_path):
     assert "hidden_size={'000" in (refused(lambda: read_config(tmp_path)) or "")
 
 
-ROPE = ["rope_type", "type", "factor", "rope_theta", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"]
-ROPE += ["attention_factor", "truncate", "original_max_position_embeddings", "mscale", "partial_rotary_factor"]
-EXTRA = ["sliding_window", "use_sliding_window", "layer_types", "max_window_layers", "attention_bias", "head_dim"]
+ROPE = [
+    "rope_type",
+    "type",
+    "factor",
+    "rope_theta",
+    "low_freq_factor",
+    "high_freq_factor",
+    "beta_fast",
+    "beta_slow",
+]
+ROPE += [
+    "attention_factor",
+    "truncate",
+    "original_max_position_embeddings",
+    "mscale",
+    "partial_rotary_factor",
+]
+EXTRA = [
+    "sliding_window",
+    "use_sliding_window",
+    "layer_types",
+    "max_window_layers",
+    "attention_bias",
+    "head_dim",
+]
 
 
 @settings(max_examples=150, suppress_health_check=list(HealthCheck))
 @given(
     family=st.sampled_from(["llama", "mistral", "qwen2", "qwen3"]),
-    changes=st.dictionaries(st.sampled_from([*EXTRA, "rope_parameters", "rope_scaling"]), values(), max_size=3),
+    changes=st.dictionaries(
+        st.sampled_from([*EXTRA, "rope_parameters", "rope_scaling"]), values(), max_size=3
+    ),
     rope=st.none() | st.dictionaries(st.sampled_from(ROPE), values(), max_size=5),
     data=st.data(),
 )

@@ -1,4 +1,6 @@
-"""The operators for CPUs in C++ against PyTorch's: 1e-5 in fp32; in bf16, against PyTorch in fp32, 1%."""
+"""The operators for CPUs in C++ against PyTorch's: 1e-5 in fp32; in bf16, against PyTorch in fp32,
+1%.
+"""
 
 import itertools
 
@@ -15,7 +17,8 @@ if compiler() is None:
     pytest.skip("needs a C++ compiler", allow_module_level=True)
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
-DTYPES = [(torch.float32,) * 2, (torch.float32, torch.bfloat16), (torch.bfloat16,) * 2]  # of x and of a matrix
+# Of x and of a matrix.
+DTYPES = [(torch.float32,) * 2, (torch.float32, torch.bfloat16), (torch.bfloat16,) * 2]
 SIZES = (8, 23, 64, 200)  # less than a vector, whole vectors, and a rest
 
 
@@ -30,7 +33,9 @@ def random(*shape, dtype=torch.float32):
 
 def assert_close(ours, right, dtype):
     assert ours.dtype == dtype
-    torch.testing.assert_close(ours.float(), right.float(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    torch.testing.assert_close(
+        ours.float(), right.float(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
+    )
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 128, 129])
@@ -39,7 +44,10 @@ def assert_close(ours, right, dtype):
 def test_matmul(ops, rows, dtypes):
     dtype = dtypes[0]
     for columns, outputs, biased in itertools.product(SIZES, (1, 8, 70), (False, True)):
-        x, weight = random(rows, columns, dtype=dtype), random(outputs, columns, dtype=dtypes[1]) / columns**0.5
+        x, weight = (
+            random(rows, columns, dtype=dtype),
+            random(outputs, columns, dtype=dtypes[1]) / columns**0.5,
+        )
         bias = random(outputs, dtype=dtype) if biased else None
         right = PYTORCH.matmul(x.float(), weight.float(), bias if bias is None else bias.float())
         assert_close(ops.matmul(x, weight, bias), right, dtype)
@@ -48,7 +56,9 @@ def test_matmul(ops, rows, dtypes):
 @pytest.mark.parametrize("dtypes", DTYPES)
 @torch.inference_mode()
 def test_a_row_of_a_matmul_depends_neither_on_the_others_nor_on_threads(ops, dtypes):
-    """Bit for bit: so verification, with many rows, agrees with autoregressive decoding, with few."""
+    """Bit for bit: so verification, with many rows, agrees with autoregressive decoding, with
+    few.
+    """
     # More than one part, and a rest of everything.
     x, weight = random(128, 1500, dtype=dtypes[0]), random(70, 1500, dtype=dtypes[1])
     together = ops.matmul(x, weight)
@@ -62,9 +72,13 @@ def test_a_row_of_a_matmul_depends_neither_on_the_others_nor_on_threads(ops, dty
 @pytest.mark.parametrize("rows", [1, 8, 50])
 @torch.inference_mode()
 def test_products_of_bf16_numbers_are_added_in_fp32(ops, rows):
-    """Without rounding: sums of whole numbers are exact, and only their result is rounded to bf16."""
+    """Without rounding: sums of whole numbers are exact, and only their result is rounded to
+    bf16.
+    """
     numbers = torch.Generator().manual_seed(rows)
-    x, weight = (torch.randint(-128, 129, (n, 600), generator=numbers).bfloat16() for n in (rows, 40))
+    x, weight = (
+        torch.randint(-128, 129, (n, 600), generator=numbers).bfloat16() for n in (rows, 40)
+    )
     assert torch.equal(ops.matmul(x, weight), (x.double() @ weight.double().T).bfloat16())
 
 
@@ -87,7 +101,9 @@ def test_add_norm(ops, size, dtype):
     norm = nn.RMSNorm(size, 1e-6).to(dtype)
     norm.weight.copy_(random(size))
     x, y = random(2, 3, size, dtype=dtype), 3 * random(2, 3, size + 1, dtype=dtype)[..., 1:]
-    for ours, right in zip(ops.add_norm(norm, x, y), PYTORCH.add_norm(norm.float(), x.float(), y.float()), strict=True):
+    for ours, right in zip(
+        ops.add_norm(norm, x, y), PYTORCH.add_norm(norm.float(), x.float(), y.float()), strict=True
+    ):
         assert_close(ours, right, dtype)
         norm.to(dtype)
 
@@ -117,7 +133,8 @@ def test_rotate(ops, dim, normed, dtype):
     slots = torch.tensor([[0, 1], [7, 8], [3, 4]])
 
     def place(dtype):
-        k, v = torch.zeros(2, B, K, S + 2, dim, dtype=dtype)[..., 1:-1, :]  # strides of a larger tensor
+        # Strides of a larger tensor.
+        k, v = torch.zeros(2, B, K, S + 2, dim, dtype=dtype)[..., 1:-1, :]
         return Place(k, v, torch.arange(B)[:, None], slots)
 
     qkv = random(B, T, H + 2 * K, dim, dtype=dtype)
@@ -130,4 +147,6 @@ def test_rotate(ops, dim, normed, dtype):
     assert_close(ours.v_BKSD, right.v_BKSD, dtype)
     if norms is not None:
         norms = tuple(norm.to(dtype) for norm in norms)
-    assert_close(ops.rotate(qkv.clone(), H, norms, angles.cos(), angles.sin(), None), expected, dtype)
+    assert_close(
+        ops.rotate(qkv.clone(), H, norms, angles.cos(), angles.sin(), None), expected, dtype
+    )

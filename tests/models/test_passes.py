@@ -1,4 +1,6 @@
-"""A forward pass in one call against the same pass operator by operator: the same numbers, bit for bit."""
+"""A forward pass in one call against the same pass operator by operator: the same numbers, bit for
+bit.
+"""
 
 import copy
 
@@ -51,7 +53,9 @@ def model_of(**sizes) -> Transformer:
     return model
 
 
-def both_ways(model: Transformer, cache: KVCache, tokens_BT: torch.Tensor, monkeypatch) -> list[tuple]:
+def both_ways(
+    model: Transformer, cache: KVCache, tokens_BT: torch.Tensor, monkeypatch
+) -> list[tuple]:
     """A pass in one call returns and writes the same as operator by operator."""
     found = []
     lengths_B = cache.seqlens_B.clone()
@@ -82,7 +86,9 @@ def test_a_pass_over_a_plain_cache(shape, dtypes, num_new, calls, monkeypatch):
         for layer in model.layers:
             for name in passes.MATRICES:
                 getattr(layer, name).weight.data = getattr(layer, name).weight.data.bfloat16()
-    ours, right = both_ways(model, prefilled(model), torch.arange(3 * num_new).view(3, num_new), monkeypatch)
+    ours, right = both_ways(
+        model, prefilled(model), torch.arange(3 * num_new).view(3, num_new), monkeypatch
+    )
     assert calls == [False, True]  # the prefill has many rows
     assert right[0].float().std() > 0.1
     assert all(map(torch.equal, ours, right))
@@ -92,7 +98,10 @@ def test_a_pass_over_a_plain_cache(shape, dtypes, num_new, calls, monkeypatch):
 @torch.inference_mode()
 def test_a_pass_over_a_draft_s_compact_cache(sliding, calls, monkeypatch):
     model = model_of(**SHAPES["sliding" if sliding else "plain"])
-    target, spec = prefilled(model), CacheSpec(cache_config("streaming", budget=12, num_sink=2), 2, 64, False)
+    target, spec = (
+        prefilled(model),
+        CacheSpec(cache_config("streaming", budget=12, num_sink=2), 2, 64, False),
+    )
     cache = POLICIES["streaming"].work.build(spec, model.config, 3, model.dtype, "cpu", target)
     cache.load(target)
     ours, right = both_ways(model, cache, torch.tensor([[3], [1], [4]]), monkeypatch)
@@ -182,7 +191,8 @@ def test_other_passes_go_operator_by_operator(calls):
         return calls[-1] if calls else False
 
     assert run()
-    model.layers[1].down.weight.data = model.layers[1].down.weight.data.bfloat16()  # the others are in float32
+    # The others are in float32.
+    model.layers[1].down.weight.data = model.layers[1].down.weight.data.bfloat16()
     assert not run()
     model = model_of()
     assert run()

@@ -1,4 +1,6 @@
-"""Quantized drafts: how far weights may move, what is shared, and that the output does not change."""
+"""Quantized drafts: how far weights may move, what is shared, and that the output does not
+change.
+"""
 
 import pytest
 import torch
@@ -40,7 +42,9 @@ def test_a_bias_is_added_and_a_type_kept(target):
     linear, x = torch.nn.Linear(64, 32), torch.randn(3, 5, 64)
     packed = quantize.PackedLinear(linear)
     torch.testing.assert_close(packed(x), linear(x), atol=0.2, rtol=0)
-    torch.testing.assert_close(packed(x) - packed(torch.zeros_like(x)), linear(x) - linear.bias, atol=0.2, rtol=0)
+    torch.testing.assert_close(
+        packed(x) - packed(torch.zeros_like(x)), linear(x) - linear.bias, atol=0.2, rtol=0
+    )
     torch.testing.assert_close(packed(torch.zeros(64)[None])[0], linear.bias)
     assert packed(x).dtype == torch.float32
 
@@ -53,13 +57,17 @@ def test_a_target_that_keeps_bfloat16_matrices(quantization):
         parameter.data = parameter.data.bfloat16() if parameter.dim() == 2 else parameter.data
     wide = small_model(**SIZES)
     wide.load_state_dict(compact.state_dict())
-    ours, theirs = (quantize.quantized(model, quantization, "cpu").layers[0].qkv(x) for model in (compact, wide))
+    ours, theirs = (
+        quantize.quantized(model, quantization, "cpu").layers[0].qkv(x) for model in (compact, wide)
+    )
     assert torch.equal(ours, theirs)
 
 
 def test_four_bits_take_half_a_byte_and_scales(target):
     model = quantize.quantized(target, "int4", "cpu")
-    exact = sum(getattr(layer, part).weight.numel() for layer in target.layers for part in quantize.MATRICES)
+    exact = sum(
+        getattr(layer, part).weight.numel() for layer in target.layers for part in quantize.MATRICES
+    )
     parts = [getattr(layer, part) for layer in model.layers for part in quantize.MATRICES]
     held = sum(parameter.nbytes for part in parts for parameter in part.parameters())
     assert held == exact // 2 + exact // quantize.GROUP_SIZE * 4
@@ -76,15 +84,23 @@ def test_the_rest_is_shared_and_the_target_stays(target, pair):
 def test_every_quantized_draft_is_lossless(target, pair, draft, policy):
     _, model = pair
     options = {"gamma": 3, "policy": policy, "budget": 24, "num_sink": 2}
-    batch = open_batch(target, random_prompts([40, 53]), draft_name=draft, draft_model=model, **options)
+    batch = open_batch(
+        target, random_prompts([40, 53]), draft_name=draft, draft_model=model, **options
+    )
     assert batch.draft.model.layers[0] is model.layers[0]
     assert batch.decoder.generate(batch.draft).tokens == batch.decoder.generate().tokens
 
 
 def test_eight_bits_are_accepted_more_often_than_four(target):
-    means, prompts, keys = [], random_prompts([40] * 8), {"draft_name": "self", "gamma": 3, "policy": "full"}
+    means, prompts, keys = (
+        [],
+        random_prompts([40] * 8),
+        {"draft_name": "self", "gamma": 3, "policy": "full"},
+    )
     for name in ("int8", "int4"):
-        batch = open_batch(target, prompts, draft_model=quantize.quantized(target, name, "cpu"), **keys)
+        batch = open_batch(
+            target, prompts, draft_model=quantize.quantized(target, name, "cpu"), **keys
+        )
         means.append(accepted(batch.decoder.generate(batch.draft)).double().mean())
     assert means[0] > means[1]
 

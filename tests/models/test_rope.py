@@ -28,7 +28,11 @@ SCALINGS = {
 
 def hugging_face(scaling: dict | None, head_dim: int, theta: float) -> LlamaConfig:
     sizes = {"hidden_size": 4 * head_dim, "num_attention_heads": 4, "head_dim": head_dim}
-    rope = {"max_position_embeddings": 131072, "rope_theta": theta, "rope_scaling": scaling and dict(scaling)}
+    rope = {
+        "max_position_embeddings": 131072,
+        "rope_theta": theta,
+        "rope_scaling": scaling and dict(scaling),
+    }
     return LlamaConfig(**sizes, **rope)
 
 
@@ -61,7 +65,9 @@ def test_rotation_equals_that_of_transformers(scaling):
     expected, _ = apply_rotary_pos_emb(x_BTHD, x_BTHD, cos, sin, unsqueeze_dim=2)
     cos, sin = rope_table(ours, positions_BT)
     assert cos.shape == sin.shape == (2, 7, 32)
-    torch.testing.assert_close(rotate(x_BTHD, cos[:, :, None], sin[:, :, None]), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        rotate(x_BTHD, cos[:, :, None], sin[:, :, None]), expected, rtol=0, atol=1e-5
+    )
 
 
 PLAIN = ModelConfig(32, 64, 96, 2, 4, 2, 16, 256)

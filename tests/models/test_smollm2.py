@@ -1,4 +1,5 @@
-"""A real pretrained model: SmolLM2-135M (4-bit, dequantized), in the folder that MAGICDEC_SMOLLM2 names.
+"""A real pretrained model: SmolLM2-135M (4-bit, dequantized), in the folder that MAGICDEC_SMOLLM2
+names.
 
 `python tools/get_smollm2.py --out FOLDER` makes it.
 """
@@ -17,16 +18,21 @@ from magicdec.models.kv_cache import KVCache
 from tests.checkpoints import load_model, load_reference
 
 FOLDER = os.environ.get("MAGICDEC_SMOLLM2", "")
-pytestmark = pytest.mark.skipif(not FOLDER, reason="MAGICDEC_SMOLLM2 names no folder made by tools/get_smollm2.py")
+pytestmark = pytest.mark.skipif(
+    not FOLDER, reason="MAGICDEC_SMOLLM2 names no folder made by tools/get_smollm2.py"
+)
 
 
 def test_logits_equal_those_of_transformers():
     """Prefill by chunks, verify three tokens, and take single steps.
 
-    The tokens are text: after random ones this model's logits have errors of 0.02 in fp32, in either library.
+    The tokens are text: after random ones this model's logits have errors of 0.02 in fp32, in
+    either library.
     """
     text = inspect.getdoc(argparse) + inspect.getsource(argparse.ArgumentParser)
-    tokens_BS = torch.tensor(AutoTokenizer.from_pretrained(FOLDER)(text).input_ids[:142]).view(2, 71)
+    tokens_BS = torch.tensor(AutoTokenizer.from_pretrained(FOLDER)(text).input_ids[:142]).view(
+        2, 71
+    )
     with torch.inference_mode():
         expected_BSV = load_reference(Path(FOLDER))(tokens_BS).logits
         model = load_model(Path(FOLDER))

@@ -33,7 +33,9 @@ def test_they_are_those_of_transformers(checkpoint: Path, chunk):
     with torch.no_grad():
         theirs = load_reference(checkpoint)(tokens_BS, output_hidden_states=True).hidden_states
     expected = torch.cat([theirs[layer] for layer in layers], dim=-1)
-    torch.testing.assert_close(hidden_states(model, tokens_BS, Taps(layers), chunk), expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(
+        hidden_states(model, tokens_BS, Taps(layers), chunk), expected, rtol=0, atol=1e-4
+    )
 
 
 def test_the_last_one_is_what_the_last_norm_reads():
@@ -47,7 +49,9 @@ def test_the_last_one_is_what_the_last_norm_reads():
 @pytest.mark.parametrize("layers", [(0,), (1, 3), (3, 0, 4), (2, 2), (4,)])
 @torch.inference_mode()
 def test_passes_in_one_call_hand_out_the_same(layers, monkeypatch):
-    """With taps a pass of few rows is several calls: states and output stay the same, bit for bit."""
+    """With taps a pass of few rows is several calls: states and output stay the same, bit for
+    bit.
+    """
     model = small_model(num_layers=4)
     model.attention = CppAttention()
     tokens_BT = torch.randint(0, VOCAB, (3, 4))

@@ -16,12 +16,18 @@ def sized(vocab_size: int) -> ModelConfig:
 def tokenizer(tmp_path):
     """Writes a tokenizer.json with these tokens and returns its folder."""
 
-    def write(name: str, tokens: list[str], added: tuple[str, ...] = (), unigram: bool = False) -> Path:
+    def write(
+        name: str, tokens: list[str], added: tuple[str, ...] = (), unigram: bool = False
+    ) -> Path:
         folder = tmp_path / name
         folder.mkdir()
-        vocabulary = [[t, -1.0] for t in tokens] if unigram else {t: i for i, t in enumerate(tokens)}
+        vocabulary = (
+            [[t, -1.0] for t in tokens] if unigram else {t: i for i, t in enumerate(tokens)}
+        )
         extra = [{"id": len(tokens) + i, "content": token} for i, token in enumerate(added)]
-        (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}, "added_tokens": extra}))
+        (folder / "tokenizer.json").write_text(
+            json.dumps({"model": {"vocab": vocabulary}, "added_tokens": extra})
+        )
         return folder
 
     return write
@@ -35,14 +41,19 @@ def test_vocabularies_of_other_sizes_are_refused_before_anything_is_read():
 
 
 def test_the_same_tokens_padded_differently_fit(tokenizer):
-    a, b = tokenizer("a", ["x", "y", "z"], added=("<eos>",)), tokenizer("b", ["x", "y", "z"], added=("<end>", "<tool>"))
+    a, b = (
+        tokenizer("a", ["x", "y", "z"], added=("<eos>",)),
+        tokenizer("b", ["x", "y", "z"], added=("<end>", "<tool>")),
+    )
     check_vocabularies(sized(152064), sized(151936), a, b)
     check_vocabularies(sized(151936), sized(152064), a, b)
 
 
 def test_other_tokens_under_the_same_number_of_ids_do_not_fit(tokenizer):
     a, b = tokenizer("a", ["x", "y", "z", "w"]), tokenizer("b", ["x", "z", "y", "w"])
-    with pytest.raises(UserError, match=r"2 token ids differ in meaning, the first of them 1: 'z' against 'y'"):
+    with pytest.raises(
+        UserError, match=r"2 token ids differ in meaning, the first of them 1: 'z' against 'y'"
+    ):
         check_vocabularies(sized(4), sized(4), a, b)
 
 

@@ -35,10 +35,18 @@ def peer(tmp_path, monkeypatch):
     monkeypatch.setattr(process, "MAIN", worker)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # with what it converts
 
-    def new(program: str = "", name: str = "vllm", time_limit_s: float = 30, keys=(), **changes) -> WorkerPeer:
+    def new(
+        program: str = "", name: str = "vllm", time_limit_s: float = 30, keys=(), **changes
+    ) -> WorkerPeer:
         worker.write_text(program)
         engine = ENGINES[name].facts(python=sys.executable, time_limit_s=time_limit_s, **dict(keys))
-        settings = {"num_rows": 2, "max_len": 200, "sampling": Sampling(), "gamma": 3, "kv_bytes_per_token": 8}
+        settings = {
+            "num_rows": 2,
+            "max_len": 200,
+            "sampling": Sampling(),
+            "gamma": 3,
+            "kv_bytes_per_token": 8,
+        }
         settings |= {"target": str(TINY / "target"), "hardware": machine(), "engine": engine}
         made.append(ENGINES[name].work(PeerSpec(**settings | changes)))
         return made[-1]

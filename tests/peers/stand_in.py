@@ -1,4 +1,5 @@
-"""A stand-in for another engine's server, with OpenAI's API: it streams the token ids 1, 2, 3... as text.
+"""A stand-in for another engine's server, with OpenAI's API: it streams the token ids 1, 2, 3... as
+text.
 
     python stand_in.py PORT BEHAVIOUR
 
@@ -26,7 +27,8 @@ class Behaviour:
     lagging_usage: bool = False  # in every event, and 0 until the last
     reason: str | None = "length"  # the finish_reason of the last chunk
     done: bool = True  # the stream ends with [DONE]
-    most: int = 1 << 30  # tokens of an answer, after the first two requests (the probe and the warm-up)
+    # Tokens of an answer, after the first two requests (the probe and the warm-up).
+    most: int = 1 << 30
     per_chunk: int = 2  # tokens of a chunk
     chunk_s: float = 0.0  # between two chunks
     load_s: float = 0.0  # until it listens
@@ -53,9 +55,13 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, *_):
         pass
 
-    def answer(self, status: int, body: str, kind: str = "application/json", **headers: str) -> None:
+    def answer(
+        self, status: int, body: str, kind: str = "application/json", **headers: str
+    ) -> None:
         self.send_response(status)
-        for name, value in ({"Content-Type": kind, "Content-Length": str(len(body.encode()))} | headers).items():
+        for name, value in (
+            {"Content-Type": kind, "Content-Length": str(len(body.encode()))} | headers
+        ).items():
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(body.encode())
@@ -63,16 +69,32 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         behaviour = self.server.behaviour
         if self.path == "/v1/models":
-            self.answer(200, json.dumps({"object": "list", "data": [{"id": name} for name in behaviour.models]}))
+            self.answer(
+                200,
+                json.dumps({"object": "list", "data": [{"id": name} for name in behaviour.models]}),
+            )
         elif self.path == "/metrics" and behaviour.metrics:
-            self.answer(200, counters(behaviour.metrics, self.server.num_rounds, behaviour.per_chunk), "text/plain")
+            self.answer(
+                200,
+                counters(behaviour.metrics, self.server.num_rounds, behaviour.per_chunk),
+                "text/plain",
+            )
         else:
             self.answer(200 if self.path == "/health" else 404, "")
 
     def do_POST(self):
         server, behaviour = self.server, self.server.behaviour
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        known = {"model", "prompt", "max_tokens", "temperature", "stream", "stream_options", "seed", "top_p"}
+        known = {
+            "model",
+            "prompt",
+            "max_tokens",
+            "temperature",
+            "stream",
+            "stream_options",
+            "seed",
+            "top_p",
+        }
         unknown = set(body) - known - set(behaviour.takes)
         if unknown or (isinstance(body["prompt"], list) and not behaviour.takes_ids):
             self.answer(422, json.dumps({"error": {"message": f"what is {sorted(unknown)}?"}}))
@@ -103,13 +125,25 @@ class Handler(BaseHTTPRequestHandler):
                 break
             time.sleep(behaviour.chunk_s)
             reason = behaviour.reason if number == len(chunks) - 1 else None
-            choice = {"index": 0, "text": "".join(f"[{token}]" for token in chunk), "finish_reason": reason}
-            usage = {"usage": {"prompt_tokens": 8, "completion_tokens": 0}} if behaviour.lagging_usage else {}
+            choice = {
+                "index": 0,
+                "text": "".join(f"[{token}]" for token in chunk),
+                "finish_reason": reason,
+            }
+            usage = (
+                {"usage": {"prompt_tokens": 8, "completion_tokens": 0}}
+                if behaviour.lagging_usage
+                else {}
+            )
             choice |= {"token_ids": chunk} if body.get("return_token_ids") else {}
             self.event({"choices": [choice]} | usage)
         else:
             server.num_rounds += len(chunks) - 1
-            length = len(body["prompt"]) if isinstance(body["prompt"], list) else len(body["prompt"].split())
+            length = (
+                len(body["prompt"])
+                if isinstance(body["prompt"], list)
+                else len(body["prompt"].split())
+            )
             if behaviour.usage:
                 usage = {"usage": {"prompt_tokens": length, "completion_tokens": len(tokens)}}
                 self.event(usage | ({"choices": []} if behaviour.usage_has_choices else {}))
@@ -124,7 +158,10 @@ class Handler(BaseHTTPRequestHandler):
 def counters(kind: str, rounds: int, per_chunk: int) -> str:
     """Return the text of /metrics: every round accepts all of its per_chunk - 1 proposals."""
     if kind == "sglang":
-        return f'sglang:spec_verify_calls_total{{model_name="a"}} {rounds}.0\nsglang:spec_accept_length 9.0\n'
+        return (
+            'sglang:spec_verify_calls_total{model_name="a"}'
+            f" {rounds}.0\nsglang:spec_accept_length 9.0\n"
+        )
     proposed = rounds * (per_chunk - 1)
     lines = [
         "# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.",

@@ -1,4 +1,6 @@
-"""engine=openai: our own server against our engine, and stand-ins for servers that take and break other things."""
+"""engine=openai: our own server against our engine, and stand-ins for servers that take and break
+other things.
+"""
 
 import json
 import math
@@ -28,9 +30,14 @@ LOAD += ["batch.context_len=64", "batch.generate_len=9"]
 
 def served(tmp_path, url: str, *overrides: str) -> dict:
     """The result of a run under load, after its history and generations."""
-    config = compose(["engine=openai", f"engine.url={url}", f"runs_dir={tmp_path}", *LOAD, *overrides])
+    config = compose(
+        ["engine=openai", f"engine.url={url}", f"runs_dir={tmp_path}", *LOAD, *overrides]
+    )
     result = run(config, Job())
-    return result | {name: lines(tmp_path / result["id"] / f"{name}.jsonl") for name in ("history", "generations")}
+    return result | {
+        name: lines(tmp_path / result["id"] / f"{name}.jsonl")
+        for name in ("history", "generations")
+    }
 
 
 @pytest.mark.slow
@@ -40,9 +47,19 @@ def test_our_server_writes_what_our_engine_writes(tmp_path, parts, capsys):
     native = run(compose([*SETTINGS, *LOAD, *levels, f"runs_dir={tmp_path}"]), Job())
     with serving(parts, 3, 128) as url, serving(parts, 3, 128, speculative=False) as plain:
         result = served(tmp_path, f"{url}/v1", f"engine.baseline_url={plain}/v1", *levels)
-    for ours, theirs in zip(lines(tmp_path / native["id"] / "generations.jsonl"), result["generations"], strict=True):
-        assert [theirs[way] for way in ("autoregressive", "speculative")] == [ours["autoregressive"]] * 2
-    same = ("acceptance_rounds", "acceptance_rate", "acceptance_length", "alpha", "lossless/identical")
+    for ours, theirs in zip(
+        lines(tmp_path / native["id"] / "generations.jsonl"), result["generations"], strict=True
+    ):
+        assert [theirs[way] for way in ("autoregressive", "speculative")] == [
+            ours["autoregressive"]
+        ] * 2
+    same = (
+        "acceptance_rounds",
+        "acceptance_rate",
+        "acceptance_length",
+        "alpha",
+        "lossless/identical",
+    )
     assert {key: result[key] for key in same} == {key: native[key] for key in same}
     assert [next(iter(row)) for row in result["history"]] == ["concurrency", "concurrency", "rate"]
     assert result["acceptance/source"] == "usage"
@@ -53,12 +70,20 @@ def test_our_server_writes_what_our_engine_writes(tmp_path, parts, capsys):
 def test_a_server_replays_a_trace_and_has_figures_by_category(tmp_path, parts):
     rows = [{"p": f"def f{n}(self): return", "c": "ab"[n % 2], "t": n / 100} for n in range(6)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    keys = ["data=jsonl", f"data.path={tmp_path}/rows.jsonl", "data.prompt=p", "data.category=c", "data.arrival=t"]
+    keys = [
+        "data=jsonl",
+        f"data.path={tmp_path}/rows.jsonl",
+        "data.prompt=p",
+        "data.category=c",
+        "data.arrival=t",
+    ]
     keys += ["scenario.concurrencies=[]", "scenario.replays=[2]"]
     native = run(compose([*SETTINGS, *LOAD, *keys, f"runs_dir={tmp_path}"]), Job())
     with serving(parts, 3, 128) as url:
         result = served(tmp_path, f"{url}/v1", *keys)
-    same = [f"category/{name}/{key}" for name in "ab" for key in ("rows", "tokens", "acceptance_rate")]
+    same = [
+        f"category/{name}/{key}" for name in "ab" for key in ("rows", "tokens", "acceptance_rate")
+    ]
     assert {key: result[key] for key in same} == {key: native[key] for key in same}
     assert [next(iter(row)) for row in result["history"]] == ["replay"]
 
@@ -84,12 +109,20 @@ def test_a_server_is_asked_in_the_way_that_it_takes(tmp_path, takes, form, capsy
     with standing_in(**takes) as (server, url):
         result = served(tmp_path, url)
     assert {type(body["prompt"]) for body in server.asked} == {form}
-    assert set(server.asked[-1]) & set(server.behaviour.takes) == set(server.behaviour.takes) - {"top_k"}
-    assert ("does not take ignore_eos" in capsys.readouterr().err) == ("ignore_eos" not in server.behaviour.takes)
+    assert set(server.asked[-1]) & set(server.behaviour.takes) == set(server.behaviour.takes) - {
+        "top_k"
+    }
+    assert ("does not take ignore_eos" in capsys.readouterr().err) == (
+        "ignore_eos" not in server.behaviour.takes
+    )
     if "return_token_ids" in server.behaviour.takes:
         assert [row["autoregressive"] for row in result["generations"]] == [list(range(1, 10))] * 6
-    assert result["autoregressive/requests_per_second"] * result["autoregressive/wall_s"] == pytest.approx(6)
-    per_second = result["autoregressive/tokens_per_second"] / result["autoregressive/requests_per_second"]
+    assert result["autoregressive/requests_per_second"] * result[
+        "autoregressive/wall_s"
+    ] == pytest.approx(6)
+    per_second = (
+        result["autoregressive/tokens_per_second"] / result["autoregressive/requests_per_second"]
+    )
     assert per_second == pytest.approx(9), "as many tokens as its usage counts"
 
 
@@ -99,8 +132,13 @@ def test_times_are_those_of_the_chunks(tmp_path):
         result = served(tmp_path, url)
     assert 20 <= result["autoregressive/time_to_first_token_ms_p50"] < 80
     assert 20 <= result["autoregressive/inter_chunk_latency_ms_p50"] < 60
-    total = result["autoregressive/request_latency_ms_p50"] - result["autoregressive/time_to_first_token_ms_p50"]
-    assert result["autoregressive/time_per_output_token_ms_p50"] == pytest.approx(total / 8, rel=0.3)
+    total = (
+        result["autoregressive/request_latency_ms_p50"]
+        - result["autoregressive/time_to_first_token_ms_p50"]
+    )
+    assert result["autoregressive/time_per_output_token_ms_p50"] == pytest.approx(
+        total / 8, rel=0.3
+    )
 
 
 @pytest.mark.parametrize(("metrics", "share"), [("vllm", 1), ("sglang", None)])
@@ -121,7 +159,9 @@ def test_acceptance_that_nobody_reports_is_unknown(tmp_path):
     assert math.isfinite(result["speedup"])
 
 
-@pytest.mark.parametrize(("kind", "fixed", "requests"), [("concurrency", "[1]", 6), ("rate", "[]", 2)])
+@pytest.mark.parametrize(
+    ("kind", "fixed", "requests"), [("concurrency", "[1]", 6), ("rate", "[]", 2)]
+)
 @pytest.mark.slow
 def test_the_highest_load_within_a_bound(tmp_path, capsys, kind, fixed, requests):
     """Every load keeps the one bound, and none the other."""
@@ -131,15 +171,23 @@ def test_the_highest_load_within_a_bound(tmp_path, capsys, kind, fixed, requests
         levels += [f"engine.baseline_url={other}"]
         kept = served(tmp_path, url, *levels, "scenario.first_token_ms=1e9", some)
         broken = served(tmp_path, url, *levels, "scenario.first_token_ms=1e-9", one)
-    found = [[result[f"{way}/slo_{kind}"] for way in ("autoregressive", "speculative")] for result in (kept, broken)]
+    found = [
+        [result[f"{way}/slo_{kind}"] for way in ("autoregressive", "speculative")]
+        for result in (kept, broken)
+    ]
     assert found[1] == [0, 0]
     assert found[0] == [3, 3] if kind == "concurrency" else min(found[0]) > 3 / 1.1
-    assert f"highest {kind} within the bounds: autoregressive {found[0][0]:g}" in capsys.readouterr().out
+    assert (
+        f"highest {kind} within the bounds: autoregressive {found[0][0]:g}"
+        in capsys.readouterr().out
+    )
     assert ("speedup" in kept) == (fixed != "[]" or kind == "rate")
 
 
 def test_counters_of_several_engines_are_summed():
-    found = read_counters(counters("vllm", 5, 3) + "\n" + counters("vllm", 2, 3).replace('engine="0"', 'engine="1"'))
+    found = read_counters(
+        counters("vllm", 5, 3) + "\n" + counters("vllm", 2, 3).replace('engine="0"', 'engine="1"')
+    )
     assert found == Counts(7, 14, (7, 7))
     assert read_counters("\x00 nonsense {") == Counts()
 
@@ -152,7 +200,10 @@ STREAM = 'data: {"choices": 3}\n\n'
     ("behaviour", "said"),
     [
         ({"status": 500, "body": '{"error": {"message": "out of order"}}'}, "out of order"),
-        ({"status": 401, "body": "{}"}, "it refuses the key; name the variable that holds it with engine.key_variable"),
+        (
+            {"status": 401, "body": "{}"},
+            "it refuses the key; name the variable that holds it with engine.key_variable",
+        ),
         ({"status": 307, "body": "{}"}, "307"),
         ({"body": NO_STREAM}, "its answer is no stream of events: <html>Welcome</html>"),
         ({"body": STREAM}, "choices=3: must be a list"),
@@ -160,7 +211,10 @@ STREAM = 'data: {"choices": 3}\n\n'
         ({"body": 'data: [1, 2]\n\ndata: null\n\ndata: "a"\n\n'}, ""),
         ({"usage": False, "takes": ("ignore_eos",)}, "its answer has no usage"),
         ({"chunk_s": 5}, "no answer within engine.time_limit_s=0.5 seconds"),
-        ({"breaks_at": 1}, "its answer has 3 of 8 tokens: it breaks off, without a finish_reason or [DONE]"),
+        (
+            {"breaks_at": 1},
+            "its answer has 3 of 8 tokens: it breaks off, without a finish_reason or [DONE]",
+        ),
         ({"models": ("a", "b")}, "engine.model=null: {url} serves a, b; choose one"),
     ],
 )
@@ -188,7 +242,13 @@ ERRORS = [
 ]
 FORMS = [*((200, text + end) for text in ERRORS for end in ("", "\n\n"))]
 FORMS += [
-    (500, text) for text in ('{"error": "no room"}', '{"detail": "no room"}', '{"message": "no room"}', "no room")
+    (500, text)
+    for text in (
+        '{"error": "no room"}',
+        '{"detail": "no room"}',
+        '{"message": "no room"}',
+        "no room",
+    )
 ]
 
 
@@ -198,43 +258,70 @@ def test_the_words_of_an_error_reach_the_user_in_every_form(tmp_path, status, bo
         served(tmp_path, url, "engine.retries=0")
 
 
-IDS, TEXT = ("ignore_eos", "return_token_ids"), ("ignore_eos",)  # what a server takes, and so what it tells
+# What a server takes, and so what it tells.
+IDS, TEXT = ("ignore_eos", "return_token_ids"), ("ignore_eos",)
 
 
 @pytest.mark.parametrize(
     ("behaviour", "said"),
     [
-        ({"reason": None, "done": False, "takes": IDS}, "it breaks off, without a finish_reason or [DONE]"),
-        ({"reason": None, "done": False, "takes": TEXT}, "it breaks off, without a finish_reason or [DONE]"),
-        ({"reason": None, "done": False, "takes": ()}, "it breaks off, without a finish_reason or [DONE]"),
+        (
+            {"reason": None, "done": False, "takes": IDS},
+            "it breaks off, without a finish_reason or [DONE]",
+        ),
+        (
+            {"reason": None, "done": False, "takes": TEXT},
+            "it breaks off, without a finish_reason or [DONE]",
+        ),
+        (
+            {"reason": None, "done": False, "takes": ()},
+            "it breaks off, without a finish_reason or [DONE]",
+        ),
         ({"reason": "stop", "takes": IDS}, "although ignore_eos was sent (finish_reason=stop)"),
-        ({"reason": "length", "takes": TEXT}, "although ignore_eos was sent (finish_reason=length)"),
+        (
+            {"reason": "length", "takes": TEXT},
+            "although ignore_eos was sent (finish_reason=length)",
+        ),
         ({"reason": None, "takes": TEXT}, "although ignore_eos was sent (finish_reason=None)"),
     ],
 )
 def test_an_answer_that_was_cut_short_is_no_answer(tmp_path, behaviour, said):
-    """After 3 of 9 tokens: the stream breaks off, or ends as if the model had ended it, which was forbidden."""
+    """After 3 of 9 tokens: the stream breaks off, or ends as if the model had ended it, which was
+    forbidden.
+    """
     short = "6 of 6 requests failed: its answer has 3 of 9 tokens"
     with standing_in(most=3, **behaviour) as (_, url), refusal(url, short, said):
         served(tmp_path, url)
 
 
 def test_an_answer_may_end_early_where_it_was_allowed_to(tmp_path):
-    for behaviour, keys in (({"reason": "stop"}, ["sampling.ignore_eos=false"]), ({"takes": ()}, [])):
+    for behaviour, keys in (
+        ({"reason": "stop"}, ["sampling.ignore_eos=false"]),
+        ({"takes": ()}, []),
+    ):
         with standing_in(most=3, **behaviour) as (_, url):
             result = served(tmp_path, url, *keys)
         assert result["autoregressive/failed_requests"] == 0
-        assert result["autoregressive/tokens_per_second"] / result["autoregressive/requests_per_second"] == 3
+        assert (
+            result["autoregressive/tokens_per_second"]
+            / result["autoregressive/requests_per_second"]
+            == 3
+        )
 
 
 @pytest.mark.parametrize("reason", ["abort", "error"])
 def test_an_answer_that_was_given_up_is_no_answer(tmp_path, reason):
-    with standing_in(reason=reason) as (_, url), refusal(url, f"its answer ends with finish_reason={reason}"):
+    with (
+        standing_in(reason=reason) as (_, url),
+        refusal(url, f"its answer ends with finish_reason={reason}"),
+    ):
         served(tmp_path, url)
 
 
 @pytest.mark.parametrize("takes", [("ignore_eos", "return_token_ids"), ("ignore_eos",)])
-@pytest.mark.parametrize("more", [{}, {"usage_has_choices": False}, {"reason": None}, {"reason": "eos_token"}])
+@pytest.mark.parametrize(
+    "more", [{}, {"usage_has_choices": False}, {"reason": None}, {"reason": "eos_token"}]
+)
 def test_a_usage_that_lags_hides_no_token(tmp_path, takes, more):
     """Text comes every 20 ms, the first one after 20 ms; the counter says so at the end alone."""
     with standing_in(chunk_s=0.02, lagging_usage=True, takes=takes, **more) as (_, url):
@@ -246,19 +333,28 @@ def test_a_usage_that_lags_hides_no_token(tmp_path, takes, more):
 
 
 def test_what_can_be_done_without_is_not_asked_for(tmp_path):
-    """A usage without the prompt's tokens, with details of another kind; none at all, where tokens are told."""
+    """A usage without the prompt's tokens, with details of another kind; none at all, where tokens
+    are told.
+    """
     request = EndpointRequest([1, 2], Params(2))
     usage = {"completion_tokens": 2, "prompt_tokens": None, "completion_tokens_details": [1]}
     for plain in ({"choices": [{"text": "ab"}], "timings": 3}, {"choices": None, "usage": usage}):
         request.take(parse(Event, plain))
     request.conclude(lambda text: [*map(ord, text)], is_done=False, ignores_eos=True)
-    assert (request.tokens, request.end, request.counts, request.prompt_tokens) == ([97, 98], "length", None, None)
+    assert (request.tokens, request.end, request.counts, request.prompt_tokens) == (
+        [97, 98],
+        "length",
+        None,
+        None,
+    )
     with standing_in(usage=False) as (_, url):
         assert served(tmp_path, url)["autoregressive/failed_requests"] == 0
 
 
 def test_no_server(tmp_path):
-    with pytest.raises(UserError, match=r"^engine\.url=http://127\.0\.0\.1:9/v1: no connection \(.+\)$"):
+    with pytest.raises(
+        UserError, match=r"^engine\.url=http://127\.0\.0\.1:9/v1: no connection \(.+\)$"
+    ):
         served(tmp_path, "http://127.0.0.1:9/v1", "engine.retries=0")
 
 
@@ -270,13 +366,19 @@ def test_what_was_measured_before_a_server_died_is_kept(tmp_path, capsys):
     first, second = lines(folder / "history.jsonl")
     assert (first["concurrency"], first["autoregressive/failed_requests"]) == (1, 0)
     assert (second["concurrency"], second["autoregressive/failed_requests"]) == (2, 3)
-    assert "warning: autoregressive, concurrency 2: 3 of 6 requests failed: no connection" in capsys.readouterr().err
+    assert (
+        "warning: autoregressive, concurrency 2: 3 of 6 requests failed: no connection"
+        in capsys.readouterr().err
+    )
 
 
 def test_answers_that_break_off_are_counted_and_left_out(tmp_path):
     with standing_in(breaks_at=8) as (_, url), standing_in() as (_, other):
         result = served(tmp_path, url, f"engine.baseline_url={other}")
-    assert (result["speculative/failed_requests"], result["autoregressive/failed_requests"]) == (1, 0)
+    assert (result["speculative/failed_requests"], result["autoregressive/failed_requests"]) == (
+        1,
+        0,
+    )
 
 
 def test_a_busy_server_is_asked_again(tmp_path, monkeypatch):
@@ -304,7 +406,9 @@ def test_a_key_comes_from_the_environment_and_is_not_stored(tmp_path, monkeypatc
 LOCAL = "engine.url=http://127.0.0.1/v1"
 
 
-@pytest.mark.parametrize("typed", ["http://127.0.0.1:8000", "http://127.0.0.1:8000/", "http://127.0.0.1:8000/v1/"])
+@pytest.mark.parametrize(
+    "typed", ["http://127.0.0.1:8000", "http://127.0.0.1:8000/", "http://127.0.0.1:8000/v1/"]
+)
 def test_the_address_of_a_server_is_that_of_its_api(typed):
     assert compose(["engine=openai", f"engine.url={typed}", *LOAD]).engine.urls == {
         "engine.url": "http://127.0.0.1:8000/v1"
@@ -318,7 +422,10 @@ def test_the_address_of_a_server_is_that_of_its_api(typed):
         (["engine.url=127.0.0.1:8000"], "must be an address such as http://127.0.0.1:8000/v1"),
         (["engine.url=file:///etc/passwd"], "must be an address such as"),
         (["engine.url=http://me:secret@127.0.0.1/v1"], "would be stored; use engine.key_variable"),
-        (["engine.url=http://example.org/v1"], "is another machine, which gets all prompts; set engine.allow_remote"),
+        (
+            ["engine.url=http://example.org/v1"],
+            "is another machine, which gets all prompts; set engine.allow_remote",
+        ),
         (["engine.url=http://127.0.0.1.example.org/v1"], "is another machine"),
         ([LOCAL, "engine.baseline_url=http://10.0.0.1/v1"], "engine.baseline_url=http://10."),
         ([LOCAL, "engine.key_variable=NO_SUCH"], "the environment has no such variable"),
@@ -333,6 +440,15 @@ def test_refusals(overrides, said):
 
 
 def test_a_remote_host_is_allowed_by_a_key():
-    plan = resolve(compose(["engine=openai", "engine.url=https://example.org/v1", "engine.allow_remote=true", *LOAD]))
+    plan = resolve(
+        compose(
+            [
+                "engine=openai",
+                "engine.url=https://example.org/v1",
+                "engine.allow_remote=true",
+                *LOAD,
+            ]
+        )
+    )
     assert plan.target.folder is not None
     assert "target" not in plan.fingerprints

@@ -1,5 +1,6 @@
-"""Result files of load generators. The fixtures of AIPerf 0.13 and GuideLLM 0.8.1 are what they wrote about two users
-of our server, that of vllm bench serve 0.32 about four, without the keys that are not read.
+"""Result files of load generators. The fixtures of AIPerf 0.13 and GuideLLM 0.8.1 are what they
+wrote about two users of our server, that of vllm bench serve 0.32 about four, without the keys that
+are not read.
 """
 
 import json
@@ -27,11 +28,20 @@ def changed(tmp_path, name, **changes):
     return tmp_path / name
 
 
-VLLM_BENCH = {"tokens_per_second": 125.53, "requests_per_second": 1.9615, "request_latency_ms": 1998.9}
+VLLM_BENCH = {
+    "tokens_per_second": 125.53,
+    "requests_per_second": 1.9615,
+    "request_latency_ms": 1998.9,
+}
 VLLM_BENCH |= {"time_per_output_token_ms": 21.603, "time_per_output_token_ms_p50": 22.533}
 VLLM_BENCH |= {"time_to_first_token_ms_p99": 1335.6}
-AIPERF = {"time_per_output_token_ms": 3.4065, "time_to_first_token_ms_p50": 32.261, "wall_s": 0.27378}
-GUIDELLM = {"time_per_output_token_ms": 5.446, "request_latency_ms": 110.66}  # without the first token
+AIPERF = {
+    "time_per_output_token_ms": 3.4065,
+    "time_to_first_token_ms_p50": 32.261,
+    "wall_s": 0.27378,
+}
+# Without the first token.
+GUIDELLM = {"time_per_output_token_ms": 5.446, "request_latency_ms": 110.66}
 
 
 @pytest.mark.parametrize(
@@ -51,8 +61,14 @@ def test_figures_under_our_names(name, tool, load, lengths, figures):
 
 def test_latencies_of_requests_are_there_if_asked_for(tmp_path):
     """vllm bench serve writes them with --percentile-metrics."""
-    path = changed(tmp_path, "vllm_bench.json", **{f"{kind}_e2el_ms": None for kind in ("mean", "median", "p99")})
-    assert not [name for name in read_results(path)[1][0].metrics if name.startswith("request_latency_ms")]
+    path = changed(
+        tmp_path,
+        "vllm_bench.json",
+        **{f"{kind}_e2el_ms": None for kind in ("mean", "median", "p99")},
+    )
+    assert not [
+        name for name in read_results(path)[1][0].metrics if name.startswith("request_latency_ms")
+    ]
 
 
 def test_vllm_bench_appends_lines_and_reports_acceptance(tmp_path):
@@ -68,9 +84,14 @@ def test_vllm_bench_appends_lines_and_reports_acceptance(tmp_path):
 
 STRATEGY = "benchmarks__0__config__strategy"
 # Before `phases` there was `loadgen` (0.6).
-LOADGEN = {"input_config": {"endpoint": {"model_names": ["tiny"]}, "loadgen": {"request_rate": 3.0}}}
+LOADGEN = {
+    "input_config": {"endpoint": {"model_names": ["tiny"]}, "loadgen": {"request_rate": 3.0}}
+}
 ROUNDS = {"pooled_spec_decode_acceptance_histogram": {"0": 1, "2": 3}}
-USAGE = {f"total_usage_{name}_prediction_tokens": {"avg": avg} for name, avg in (("accepted", 6), ("rejected", 2))}
+USAGE = {
+    f"total_usage_{name}_prediction_tokens": {"avg": avg}
+    for name, avg in (("accepted", 6), ("rejected", 2))
+}
 
 
 @pytest.mark.parametrize(
@@ -80,7 +101,11 @@ USAGE = {f"total_usage_{name}_prediction_tokens": {"avg": avg} for name, avg in 
         ("aiperf.json", ROUNDS, {"speculation": {"acceptance_length": 2.5}}),
         ("aiperf.json", USAGE, {"speculation": {"acceptance_rate": 0.75}}),
         ("guidellm.json", {STRATEGY: {"type_": "synchronous"}}, {"load": {"concurrency": 1}}),
-        ("guidellm.json", {STRATEGY: {"type_": "poisson", "rate": 2.0, "max_concurrency": 9}}, {"load": {"rate": 2.0}}),
+        (
+            "guidellm.json",
+            {STRATEGY: {"type_": "poisson", "rate": 2.0, "max_concurrency": 9}},
+            {"load": {"rate": 2.0}},
+        ),
         ("guidellm.json", {STRATEGY: {"type_": "throughput"}}, {"load": {}}),
     ],
 )
@@ -95,12 +120,24 @@ def test_other_loads_and_acceptance(tmp_path, name, changes, expected):
         ("vllm_bench.json", {"completed": 0}, "completed=0: no request was answered"),
         ("vllm_bench.json", {"duration": None}, "duration is missing a value"),
         ("vllm_bench.json", {"mean_tpot_ms": "fast"}, "mean_tpot_ms='fast': must be a number"),
-        ("vllm_bench.json", {"total_input_tokens": None}, "not a result file that is read here: result.json of a run"),
+        (
+            "vllm_bench.json",
+            {"total_input_tokens": None},
+            "not a result file that is read here: result.json of a run",
+        ),
         ("aiperf.json", {"request_count__avg": 0}, "request_count=0: no request was answered"),
-        ("aiperf.json", {"output_sequence_length": None}, "output_sequence_length is missing a value"),
+        (
+            "aiperf.json",
+            {"output_sequence_length": None},
+            "output_sequence_length is missing a value",
+        ),
         ("guidellm.json", {"metadata__version": 1}, "metadata.version=1: must be one of 2"),
         ("guidellm.json", {"benchmarks": []}, "no request was answered"),
-        ("guidellm.json", {"benchmarks__0__metrics__request_totals__successful": 0}, "no request was answered"),
+        (
+            "guidellm.json",
+            {"benchmarks__0__metrics__request_totals__successful": 0},
+            "no request was answered",
+        ),
     ],
 )
 def test_mistakes_are_one_line(tmp_path, name, changes, said):
@@ -116,7 +153,10 @@ def test_mistakes_are_one_line(tmp_path, name, changes, said):
 def test_other_files_name_what_is_read(tmp_path, content):
     path = tmp_path / "other"
     path.write_bytes(content)
-    with pytest.raises(UserError, match=r"other: not a result file .*vllm bench serve .*AIPerf.*GuideLLM's benchmarks"):
+    with pytest.raises(
+        UserError,
+        match=r"other: not a result file .*vllm bench serve .*AIPerf.*GuideLLM's benchmarks",
+    ):
         read_results(path)
     with pytest.raises(UserError, match="nowhere: cannot be read: No such file"):
         read_results(tmp_path / "nowhere")

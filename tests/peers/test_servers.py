@@ -1,4 +1,6 @@
-"""Servers that a run starts: how vLLM's and llama.cpp's are started, with stand-ins for them, and that none is left."""
+"""Servers that a run starts: how vLLM's and llama.cpp's are started, with stand-ins for them, and
+that none is left.
+"""
 
 import json
 import os
@@ -27,7 +29,14 @@ from tests.small import machine
 from tests.test_run import TINY
 from tests.tracking.sample import lines
 
-STARTED = [*LOAD, "hardware=cpu", "draft=model", "cache=full", "batch.size=2", "engine.time_limit_s=20"]
+STARTED = [
+    *LOAD,
+    "hardware=cpu",
+    "draft=model",
+    "cache=full",
+    "batch.size=2",
+    "engine.time_limit_s=20",
+]
 
 
 def starting(monkeypatch, behaviour: dict, log=None) -> None:
@@ -36,7 +45,11 @@ def starting(monkeypatch, behaviour: dict, log=None) -> None:
     def server(self, speculative: bool, port: int) -> list[str]:
         note = f"import os; open({str(log)!r}, 'a').write(f'{{os.getpid()}}\\n'); " if log else ""
         program = f"{note}import runpy, sys; sys.argv = ['', '{port}', {json.dumps(behaviour)!r}]; "
-        return [sys.executable, "-c", program + f"runpy.run_path({stand_in!r}, run_name='__main__')"]
+        return [
+            sys.executable,
+            "-c",
+            program + f"runpy.run_path({stand_in!r}, run_name='__main__')",
+        ]
 
     monkeypatch.setattr(VllmPeer, "server", server)
     monkeypatch.setattr(VllmPeer, "installed", lambda engine: "vllm 0")
@@ -53,7 +66,10 @@ def is_running(pid: int) -> bool:
 @pytest.mark.slow
 def test_each_way_has_a_server_of_its_own(tmp_path, monkeypatch):
     starting(monkeypatch, {"metrics": "vllm", "load_s": 0.5}, tmp_path / "pids")
-    result = run(compose(["engine=vllm", *STARTED, f"runs_dir={tmp_path}", "scenario.concurrencies=[1,2]"]), Job())
+    result = run(
+        compose(["engine=vllm", *STARTED, f"runs_dir={tmp_path}", "scenario.concurrencies=[1,2]"]),
+        Job(),
+    )
     assert {key.partition("/")[0] for key in result if "time_to_first" in key} == {*WAYS}
     assert (result["acceptance/source"], result["acceptance_length"]) == ("/metrics", 2)
     assert result["lossless/passed"] is True
@@ -67,7 +83,10 @@ def test_each_way_has_a_server_of_its_own(tmp_path, monkeypatch):
     ("behaviour", "said"),
     [
         ({"load_s": 60}, "the server did not answer /health within engine.time_limit_s=1 seconds"),
-        ({"models": None, "nonsense": 1}, "the server ended (exit code 1); its last words: TypeError"),
+        (
+            {"models": None, "nonsense": 1},
+            "the server ended (exit code 1); its last words: TypeError",
+        ),
         ({"dies_at": 5}, "the server ended"),
         ({"status": 500, "body": "no"}, "Error code: 500"),
     ],
@@ -114,15 +133,25 @@ def test_no_server_is_left_behind(tmp_path, end):
 def test_vllms_arguments(peer):
     settings = {"draft_folder": "a draft", "hardware": machine(tensor_parallel=4)}
     command = peer(draft=Eagle3(), **settings).server(True, 81)
-    told = {name: command[command.index(f"--{name}") + 1] for name in ("model", "port", "tensor-parallel-size")}
+    told = {
+        name: command[command.index(f"--{name}") + 1]
+        for name in ("model", "port", "tensor-parallel-size")
+    }
     assert command[:3] == [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     assert told == {"model": str(TINY / "target"), "port": "81", "tensor-parallel-size": "4"}
-    assert [command[command.index(f"--max-{name}") + 1] for name in ("num-seqs", "model-len")] == ["2", "200"]
+    assert [command[command.index(f"--max-{name}") + 1] for name in ("num-seqs", "model-len")] == [
+        "2",
+        "200",
+    ]
     assert "--no-enable-prefix-caching" in command
     drafts = json.loads(command[command.index("--speculative-config") + 1])
     assert drafts == {"method": "eagle3", "num_speculative_tokens": 3, "model": "a draft"}
-    assert "--speculative-config" not in peer(draft=IndependentModel(), **settings).server(False, 81)
-    lookup = peer(keys={"method": "suffix"}, draft=PromptLookup(max_ngram=4)).options(True)["speculative_config"]
+    assert "--speculative-config" not in peer(draft=IndependentModel(), **settings).server(
+        False, 81
+    )
+    lookup = peer(keys={"method": "suffix"}, draft=PromptLookup(max_ngram=4)).options(True)[
+        "speculative_config"
+    ]
     assert lookup == {"method": "suffix", "num_speculative_tokens": 3}
 
 
@@ -130,19 +159,31 @@ def test_a_method_needs_its_draft():
     for draft, methods in METHODS.items():
         assert VllmEngine().chosen(draft) == methods[0]
         assert [VllmEngine(method=method).chosen(draft) for method in methods] == list(methods)
-    with pytest.raises(UserError, match=r"^engine.method=mtp goes with draft=self, not with draft=model$"):
+    with pytest.raises(
+        UserError, match=r"^engine.method=mtp goes with draft=self, not with draft=model$"
+    ):
         VllmEngine(method="mtp").chosen("model")
     with pytest.raises(UserError, match=r"engine.method=medusa: must be one of auto, draft_model,"):
         compose(["engine=vllm", "engine.method=medusa"])
 
 
 def test_flags():
-    assert as_arguments({"a_b": 1, "c": True, "d": False, "e": {"x": 1}}) == ["--a-b", "1", "--c", "--e", '{"x": 1}']
+    assert as_arguments({"a_b": 1, "c": True, "d": False, "e": {"x": 1}}) == [
+        "--a-b",
+        "1",
+        "--c",
+        "--e",
+        '{"x": 1}',
+    ]
 
 
 def test_the_study_composes_for_vllm():
     config = compose(["experiment=study/llama-3.1-70b-8b", "engine=vllm"])
-    assert (config.engine.name, config.draft.name, config.hardware.tensor_parallel) == ("vllm", "model", 4)
+    assert (config.engine.name, config.draft.name, config.hardware.tensor_parallel) == (
+        "vllm",
+        "model",
+        4,
+    )
     assert config.scenario.name == "serve"
     assert compose(["experiment=study/llama-3.1-70b-8b"]).scenario == config.scenario
 
@@ -156,7 +197,9 @@ def test_the_real_server_writes_what_ours_writes(tmp_path, kind, draft):
     needs(kind)
     drafts = [text for text in SMALL_LOAD if draft != "none" or "gamma" not in text]
     common = [*LOAD, *drafts, f"draft={draft}", f"runs_dir={tmp_path}"]
-    native, other = (run(compose([f"engine={engine}", *common]), Job()) for engine in ("native", kind.name))
+    native, other = (
+        run(compose([f"engine={engine}", *common]), Job()) for engine in ("native", kind.name)
+    )
     ours, theirs = (lines(tmp_path / one["id"] / "generations.jsonl") for one in (native, other))
     assert [row["autoregressive"] for row in theirs] == [row["autoregressive"] for row in ours]
     if draft != "none":

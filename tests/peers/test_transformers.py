@@ -1,4 +1,6 @@
-"""transformers as an engine: it writes what ours writes, and its times and counts are what `generate` did."""
+"""transformers as an engine: it writes what ours writes, and its times and counts are what
+`generate` did.
+"""
 
 import json
 import shutil
@@ -36,7 +38,9 @@ def folders(tmp_path_factory):
 
 def spec(folders, **changes) -> PeerSpec:
     engine = TransformersEngine()
-    plain = PeerSpec(folders[0], machine(), num_rows=2, max_len=128, sampling=Sampling(), engine=engine)
+    plain = PeerSpec(
+        folders[0], machine(), num_rows=2, max_len=128, sampling=Sampling(), engine=engine
+    )
     return replace(plain, **changes)
 
 
@@ -48,7 +52,10 @@ def ours(folder: str, prompts: list[list[int]]) -> list[list[int]]:
 @pytest.mark.parametrize("lengths", [[40, 40, 40], [40, 17, 1]], ids=["even", "ragged"])
 def test_it_writes_what_ours_writes(folders, cache, lengths):
     prompts = random_prompts(lengths, vocab=VOCAB)
-    with TransformersPeer(spec(folders, engine=TransformersEngine(kv_cache=cache))) as peer, Stopwatch(CPU) as watch:
+    with (
+        TransformersPeer(spec(folders, engine=TransformersEngine(kv_cache=cache))) as peer,
+        Stopwatch(CPU) as watch,
+    ):
         got = peer.generate(prompts, NEW, speculative=False)
     assert got.tokens == ours(folders[0], prompts)
     assert [row.decoded for row in got.times] == [NEW - 1] * 3
@@ -69,7 +76,9 @@ def test_rows_end_at_their_end_of_sequence_and_are_timed_to_it(folders):
 
 
 @pytest.mark.parametrize(
-    "draft", [IndependentModel(), PromptLookup(max_ngram=2), LayerSkip(num_layers=2)], ids=lambda draft: draft.name
+    "draft",
+    [IndependentModel(), PromptLookup(max_ngram=2), LayerSkip(num_layers=2)],
+    ids=lambda draft: draft.name,
 )
 def test_speculation_is_lossless_and_counted(folders, draft):
     model = folders[1] if draft.needs_model else None
@@ -89,7 +98,9 @@ def test_speculation_is_lossless_and_counted(folders, draft):
 
 def test_a_draft_that_is_the_target_is_always_accepted(folders):
     """The counts against what must come out: every round takes gamma + 1 tokens."""
-    peer = TransformersPeer(spec(folders, draft_folder=folders[0], draft=IndependentModel(), gamma=GAMMA))
+    peer = TransformersPeer(
+        spec(folders, draft_folder=folders[0], draft=IndependentModel(), gamma=GAMMA)
+    )
     got = peer.generate(random_prompts([20], vocab=VOCAB), NEW, speculative=True)
     rounds = NEW // (GAMMA + 1)
     assert got.counts == Counts(rounds, GAMMA * rounds, (rounds,) * GAMMA)
@@ -100,7 +111,9 @@ def test_a_draft_that_is_the_target_is_always_accepted(folders):
 
 
 def test_a_passage_is_counted_by_hand(folders):
-    """Three rounds behind a prompt of 10: all of 3 accepted, none, and one that the limit of 10 cut to 2 proposals."""
+    """Three rounds behind a prompt of 10: all of 3 accepted, none, and one that the limit of 10 cut
+    to 2 proposals.
+    """
     bursts = Bursts(CPU)
     bursts.start()
     for length, width in ((14, 13), (15, 4), (17, 4), (20, 3)):
@@ -113,7 +126,8 @@ def test_a_passage_is_counted_by_hand(folders):
 
 def test_counts_without_proposals():
     assert Counts().metrics(GAMMA) == {"acceptance_rounds": 0}
-    some = (Counts(2, 6, (2, 1, 1)) + Counts(2, 4, (1,))).metrics(GAMMA)  # two rounds proposed fewer
+    # Two rounds proposed fewer.
+    some = (Counts(2, 6, (2, 1, 1)) + Counts(2, 4, (1,))).metrics(GAMMA)
     assert some["acceptance_rate"] == 5 / 10
     assert some["acceptance_length"] == 5 / 4 + 1
     assert [some[f"acceptance_rate/position_{i}"] for i in range(3)] == [3 / 4, 1 / 4, 1 / 4]
@@ -123,7 +137,13 @@ def test_counts_without_proposals():
 def test_the_checkpoints_own_sampling_does_not_count(folders, tmp_path):
     """A generation_config.json with a temperature and a penalty, as some models ship."""
     copy = shutil.copytree(folders[0], tmp_path / "copy")
-    own = {"do_sample": True, "temperature": 3.0, "top_k": 2, "repetition_penalty": 5.0, "eos_token_id": 2}
+    own = {
+        "do_sample": True,
+        "temperature": 3.0,
+        "top_k": 2,
+        "repetition_penalty": 5.0,
+        "eos_token_id": 2,
+    }
     (copy / "generation_config.json").write_text(json.dumps(own))
     prompts = random_prompts([20, 20], vocab=VOCAB)
     peers = (TransformersPeer(spec(folders, target=str(folder))) for folder in (copy, folders[0]))
@@ -134,23 +154,54 @@ def test_the_checkpoints_own_sampling_does_not_count(folders, tmp_path):
 def test_sampling_is_repeatable(folders):
     peer = TransformersPeer(spec(folders, sampling=Sampling(temperature=1.0, top_p=0.9, seed=3)))
     prompts = random_prompts([20, 20], vocab=VOCAB)
-    one, two, later = (peer.generate(prompts, NEW, speculative=False, first=first).tokens for first in (0, 0, 2))
+    one, two, later = (
+        peer.generate(prompts, NEW, speculative=False, first=first).tokens for first in (0, 0, 2)
+    )
     assert one == two != ours(folders[0], prompts)
     assert later != one
 
 
 def test_a_run_leaves_what_a_run_of_ours_leaves(tmp_path, monkeypatch):
-    """The bundled pair: the same prompts, tokens, files and names of metrics, but for what only we can look into."""
-    keys = [*SMALL, "batch.size=1", "batch.num_batches=2", "draft=model", "cache=full", f"runs_dir={tmp_path}"]
-    native, other = (run(compose([f"engine={engine}", *keys]), Job()) for engine in ("native", "transformers"))
-    alike = ("data/fingerprint", "output/fingerprint", "lossless/identical", "acceptance/source", "gamma", "status")
+    """The bundled pair: the same prompts, tokens, files and names of metrics, but for what only we
+    can look into.
+    """
+    keys = [
+        *SMALL,
+        "batch.size=1",
+        "batch.num_batches=2",
+        "draft=model",
+        "cache=full",
+        f"runs_dir={tmp_path}",
+    ]
+    native, other = (
+        run(compose([f"engine={engine}", *keys]), Job()) for engine in ("native", "transformers")
+    )
+    alike = (
+        "data/fingerprint",
+        "output/fingerprint",
+        "lossless/identical",
+        "acceptance/source",
+        "gamma",
+        "status",
+    )
     assert [other[key] for key in alike] == [native[key] for key in alike]
     only_ours = ("time/", "agreement/", "noisy", "roofline/", "limit/", "formula/")
-    only_ours += ("predicted/", "published/", "memory/", "lossless/", "weights/", "prefill/", "repeats_")
+    only_ours += (
+        "predicted/",
+        "published/",
+        "memory/",
+        "lossless/",
+        "weights/",
+        "prefill/",
+        "repeats_",
+    )
     assert all(key.startswith(only_ours) for key in native.keys() - other.keys())
     assert other["engine/version"].startswith("transformers ")
-    # Every round is the same but the first, which here follows the prefill at once, and there is a part of it.
+    # Every round is the same but the first, which here follows the prefill at once, and there is a
+    # part of it.
     assert other["acceptance_length"] == pytest.approx(native["acceptance_length"], rel=0.35)
-    ours, theirs = (lines(tmp_path / found["id"] / "generations.jsonl") for found in (native, other))
+    ours, theirs = (
+        lines(tmp_path / found["id"] / "generations.jsonl") for found in (native, other)
+    )
     assert all(row.pop("rounds") and row.pop("decode_s") for row in ours)
     assert ours == theirs

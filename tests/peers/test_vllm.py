@@ -1,4 +1,5 @@
-"""vLLM as an engine: the adapter against stand-ins for its worker, and against the real one where there is one.
+"""vLLM as an engine: the adapter against stand-ins for its worker, and against the real one where
+there is one.
 
 MAGICDEC_VLLM_PYTHON names the Python of such an environment.
 """
@@ -42,7 +43,7 @@ for line in sys.stdin:
     answer |= {"rounds": 4 * fast, "proposed": 12 * fast, "accepted": [3, 2, 1] if fast else [], "peak_bytes": 7 + fast}
     answer["unplaced"] = 0
     print(json.dumps(answer), flush=True)
-"""
+"""  # noqa: E501
 # Waits for the worker that is named.
 WAITING = """
 import pathlib, sys
@@ -58,7 +59,9 @@ with vllm.VllmPeer(base.PeerSpec("a", machine(), 1, 64, Sampling(), engine=engin
 
 
 def asked() -> list[dict]:
-    return [json.loads(line) for line in process.MAIN.with_suffix(".asked").read_text().splitlines()]
+    return [
+        json.loads(line) for line in process.MAIN.with_suffix(".asked").read_text().splitlines()
+    ]
 
 
 def test_a_worker_for_each_way(peer):
@@ -68,11 +71,15 @@ def test_a_worker_for_each_way(peer):
     assert plain.tokens == [[0, 1, 2, 3, 4]] * 2
     assert plain.times == [RowTimes(0.5, 2.0, 4)] * 2
     assert (plain.counts, engine.peak_bytes) == (Counts(), 7)
-    ((first,), one) = asked(), engine.version
+    (first,), one = asked(), engine.version
     assert first["batch"]["prompts"] == prompts
     assert first["batch"]["sampling"] == {"temperature": 0.0, "ignore_eos": True}
     options = first["options"]
-    assert (options["model"], options["max_model_len"], options["max_num_seqs"]) == (str(TINY / "target"), 200, 2)
+    assert (options["model"], options["max_model_len"], options["max_num_seqs"]) == (
+        str(TINY / "target"),
+        200,
+        2,
+    )
     whole_blocks = 2 * (256 + 256) + 128  # of 128 tokens, and two to spare a row
     assert options["kv_cache_memory_bytes"] == 8 * whole_blocks
     assert "speculative_config" not in options
@@ -96,10 +103,21 @@ def test_what_it_is_told_of_prompt_lookup_sampling_and_ends(peer):
     engine.generate([[1]], 2, speculative=True, first=4)
     line, later = asked()
     assert later["batch"]["seed"] == 9  # a batch behind four other prompts
-    drafts = {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 1, "num_speculative_tokens": 3}
+    drafts = {
+        "method": "ngram",
+        "prompt_lookup_max": 4,
+        "prompt_lookup_min": 1,
+        "num_speculative_tokens": 3,
+    }
     assert line["options"]["speculative_config"] == drafts
     assert (line["options"]["enforce_eager"], line["batch"]["seed"]) == (False, 5)
-    expected = {"temperature": 0.7, "top_k": 0, "top_p": 0.9, "ignore_eos": False, "stop_token_ids": [0, 2]}
+    expected = {
+        "temperature": 0.7,
+        "top_k": 0,
+        "top_p": 0.9,
+        "ignore_eos": False,
+        "stop_token_ids": [0, 2],
+    }
     assert line["batch"]["sampling"] == expected
 
 
@@ -146,14 +164,22 @@ def test_the_real_one_accepts_a_head_as_often_as_ours(tmp_path):
     needs(VllmPeer)
     size = ["batch.size=8", "batch.context_len=384", "batch.generate_len=64", "scenario.repeats=1"]
     head = ["draft=eagle3", "cache=full", "draft.gamma=3", *size, f"runs_dir={tmp_path}"]
-    native, other = (run(compose([f"engine={engine}", *head]), Job()) for engine in ("native", "vllm"))
+    native, other = (
+        run(compose([f"engine={engine}", *head]), Job()) for engine in ("native", "vllm")
+    )
     assert other["output/fingerprint"] == native["output/fingerprint"]
     low, high = native["acceptance_rate_ci95"]
     assert low < other["acceptance_rate"] < high
 
 
 def test_a_head_whose_rows_outgrow_it_is_refused():
-    overrides = ["engine=vllm", f"engine.python={sys.executable}", "draft=eagle3", "cache=full", "draft.gamma=3"]
+    overrides = [
+        "engine=vllm",
+        f"engine.python={sys.executable}",
+        "draft=eagle3",
+        "cache=full",
+        "draft.gamma=3",
+    ]
     most = 512 - 64 - 2 * 4
     with refusal("beyond its max_position_embeddings=512; ", f" batch.context_len={most} or less"):
         resolve(compose([*overrides, f"batch.context_len={most + 1}"]))

@@ -1,7 +1,8 @@
-"""llama.cpp and OpenVINO GenAI as engines: what their workers are asked for, and the real ones where there are any.
+"""llama.cpp and OpenVINO GenAI as engines: what their workers are asked for, and the real ones
+where there are any.
 
-MAGICDEC_LLAMACPP_PYTHON, MAGICDEC_OPENVINO_PYTHON and MAGICDEC_VLLM_PYTHON name the Pythons of their environments. The
-protocol is the one that test_vllm.py tests.
+MAGICDEC_LLAMACPP_PYTHON, MAGICDEC_OPENVINO_PYTHON and MAGICDEC_VLLM_PYTHON name the Pythons of
+their environments. The protocol is the one that test_vllm.py tests.
 """
 
 import json
@@ -39,7 +40,7 @@ print(json.dumps({"version": input()}), flush=True)
 for line in sys.stdin:
     answer = {"tokens": [[1, 2, 3]], "first": [0.5], "decode": [2.0], "rounds": 3, "proposed": 6, "accepted": []}
     print(json.dumps(answer | {"unplaced": 2, "peak_bytes": 7}), flush=True)
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture
@@ -47,11 +48,15 @@ def peer(peer, monkeypatch):
     """Peers that convert a checkpoint by writing down its folder."""
     copy = "import sys; open(sys.argv[2], 'w').write(sys.argv[1])"
     for kind in KINDS:
-        monkeypatch.setattr(kind, "conversion", lambda self, folder, made: ["-c", copy, folder, str(made)])
+        monkeypatch.setattr(
+            kind, "conversion", lambda self, folder, made: ["-c", copy, folder, str(made)]
+        )
     return peer
 
 
-@pytest.mark.parametrize(("name", "converted"), [("llamacpp", "float32.gguf"), ("openvino", "float32-ir")])
+@pytest.mark.parametrize(
+    ("name", "converted"), [("llamacpp", "float32.gguf"), ("openvino", "float32-ir")]
+)
 def test_the_models_of_each_way(peer, name, converted):
     draft = str(TINY / "draft")
     one = peer(name=name, draft=IndependentModel(), draft_folder=draft)
@@ -61,7 +66,10 @@ def test_the_models_of_each_way(peer, name, converted):
     assert (plain["rows"], plain["max_len"], plain["threads"]) == (2, 200, torch.get_num_threads())
     assert Path(fast["draft"]).read_text() == draft
     assert fast == plain | {"gamma": 3, "draft": fast["draft"]}
-    assert peer(name=name, draft=PromptLookup(max_ngram=4)).options(True) == plain | {"gamma": 3, "ngram": 4}
+    assert peer(name=name, draft=PromptLookup(max_ngram=4)).options(True) == plain | {
+        "gamma": 3,
+        "ngram": 4,
+    }
 
 
 def test_another_version_of_an_engine_is_another_run(monkeypatch):
@@ -71,7 +79,8 @@ def test_another_version_of_an_engine_is_another_run(monkeypatch):
     assert OpenvinoPeer.installed(OpenvinoEngine(python=sys.executable)) == ", ".join(packages)
     config = compose([*SMALL, "engine=transformers", "draft=none"])
     before = resolve(config).fingerprints
-    monkeypatch.setattr("magicdec.peers.transformers.transformers.__version__", "4.0.0")  # as the engine sees it
+    # As the engine sees it.
+    monkeypatch.setattr("magicdec.peers.transformers.transformers.__version__", "4.0.0")
     assert resolve(config).fingerprints == before | {"engine": "transformers 4.0.0"} != before
 
 
@@ -84,8 +93,12 @@ def test_a_conversion_is_kept_and_a_failed_one_is_not(peer, monkeypatch, capsys)
     one = peer(name="llamacpp")
     kept = one.converted(one.spec.target, ".gguf")
     assert kept.name.startswith(checkpoint.fingerprint(TINY / "target"))
-    assert capsys.readouterr().err.startswith(f"converting {one.spec.target} for llama.cpp (float32), once, into ")
-    monkeypatch.setattr(LlamacppPeer, "conversion", lambda *_: ["-c", "raise SystemExit('no room')"])
+    assert capsys.readouterr().err.startswith(
+        f"converting {one.spec.target} for llama.cpp (float32), once, into "
+    )
+    monkeypatch.setattr(
+        LlamacppPeer, "conversion", lambda *_: ["-c", "raise SystemExit('no room')"]
+    )
     assert one.converted(one.spec.target, ".gguf") == kept
     half = replace(one.spec, hardware=machine(dtype="float16"))
     with refusal(f"engine.name=llamacpp: {half.target} cannot be converted: no room"):
@@ -100,7 +113,11 @@ SAMPLED = {"temperature": 0.7, "top_p": 0.9}
     ("sampling", "llamacpp", "openvino"),
     [
         ({}, {"samplers": ["top_k"], "top_k": 1}, {"do_sample": False}),
-        (SAMPLED, {"samplers": ["temperature", "top_k", "top_p"], "top_k": 0} | SAMPLED, {"do_sample": True} | SAMPLED),
+        (
+            SAMPLED,
+            {"samplers": ["temperature", "top_k", "top_p"], "top_k": 0} | SAMPLED,
+            {"do_sample": True} | SAMPLED,
+        ),
     ],
 )
 def test_sampling_and_ends(peer, sampling, llamacpp, openvino):
@@ -117,8 +134,13 @@ def test_counts_without_positions(peer):
         assert (got.times, got.counts) == ([RowTimes(0.5, 2.0, 2)], Counts(3, 6, unplaced=2))
         assert '"ngram": 8' in one.version
     found = (got.counts + got.counts).metrics(3)
-    assert found == {"acceptance_rounds": 6, "acceptance_length": 4 / 6 + 1, "acceptance_rate": 4 / 12}
-    assert "acceptance_rate" not in Counts(3, 0, (2, 1)).metrics(2)  # an engine that counts no proposals
+    assert found == {
+        "acceptance_rounds": 6,
+        "acceptance_length": 4 / 6 + 1,
+        "acceptance_rate": 4 / 12,
+    }
+    # An engine that counts no proposals.
+    assert "acceptance_rate" not in Counts(3, 0, (2, 1)).metrics(2)
 
 
 HERE = f"engine.python={sys.executable}"
@@ -127,14 +149,29 @@ HERE = f"engine.python={sys.executable}"
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["engine=vllm"], "engine.python=null: engine=vllm needs an environment of its own; make one with"),
-        (["engine=vllm", "scenario=serve"], "engine=vllm needs an environment of its own; make one with"),
-        (["engine=vllm", "engine.python=/nowhere/bin/python"], "engine.python=/nowhere/bin/python: no such program"),
+        (
+            ["engine=vllm"],
+            "engine.python=null: engine=vllm needs an environment of its own; make one with",
+        ),
+        (
+            ["engine=vllm", "scenario=serve"],
+            "engine=vllm needs an environment of its own; make one with",
+        ),
+        (
+            ["engine=vllm", "engine.python=/nowhere/bin/python"],
+            "engine.python=/nowhere/bin/python: no such program",
+        ),
         (["engine=vllm", HERE], "vLLM is not installed there"),
-        (["engine=llamacpp"], "engine.python=null: engine=llamacpp needs an environment of its own; make one with"),
+        (
+            ["engine=llamacpp"],
+            "engine.python=null: engine=llamacpp needs an environment of its own; make one with",
+        ),
         (["engine=openvino", HERE], "OpenVINO GenAI or optimum is not installed there"),
         (["engine=llamacpp", HERE], "llama.cpp or gguf is not installed there"),
-        (["engine=openvino", "hardware.dtype=bfloat16"], "hardware.dtype=bfloat16: engine=openvino takes float32 here"),
+        (
+            ["engine=openvino", "hardware.dtype=bfloat16"],
+            "hardware.dtype=bfloat16: engine=openvino takes float32 here",
+        ),
     ],
 )
 def test_refusals(monkeypatch, overrides, said):
@@ -169,14 +206,22 @@ def test_a_gguf_file_holds_the_checkpoint(tmp_path, dtype, tolerance):
         ("blk.3.ffn_down.weight", "model.layers.3.mlp.down_proj.weight"),
         ("output_norm.weight", "model.norm.weight"),
     ):
-        torch.testing.assert_close(found[theirs], weights[ours].float(), rtol=tolerance, atol=tolerance)
-    # Rotary pairs are neighbours: the second row of head 1 is what was the first row of its second half.
+        torch.testing.assert_close(
+            found[theirs], weights[ours].float(), rtol=tolerance, atol=tolerance
+        )
+    # Rotary pairs are neighbours: the second row of head 1 is what was the first row of its second
+    # half.
     query = weights["model.layers.5.self_attn.q_proj.weight"].float()
-    torch.testing.assert_close(found["blk.5.attn_q.weight"][65], query[64 + 32], rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(
+        found["blk.5.attn_q.weight"][65], query[64 + 32], rtol=tolerance, atol=tolerance
+    )
     fields = {name: field.contents() for name, field in reader.fields.items()}
     assert fields["llama.attention.head_count_kv"] == 2
     assert fields["llama.rope.freq_base"] == 100000.0
-    assert (len(fields["tokenizer.ggml.tokens"]), fields["tokenizer.ggml.tokens"][17]) == (1024, "[17]")
+    assert (len(fields["tokenizer.ggml.tokens"]), fields["tokenizer.ggml.tokens"][17]) == (
+        1024,
+        "[17]",
+    )
 
 
 @pytest.mark.parametrize(
@@ -204,7 +249,9 @@ def test_the_real_one_writes_what_ours_writes(tmp_path, kind, draft):
     needs(kind)
     drafts = [] if draft == "none" else ["draft.gamma=3"]
     small = [*SMALL, f"draft={draft}", "cache=full", *drafts, f"runs_dir={tmp_path}"]
-    native, other = (run(compose([f"engine={engine}", *small]), Job()) for engine in ("native", kind.name))
+    native, other = (
+        run(compose([f"engine={engine}", *small]), Job()) for engine in ("native", kind.name)
+    )
     assert other["output/fingerprint"] == native["output/fingerprint"]
     assert other["engine/version"].startswith(f"{kind.modules[0]} ")
     assert other["autoregressive/wall_s"] > 0 < other["memory/peak_gib"]
@@ -217,6 +264,15 @@ def test_the_real_one_writes_what_ours_writes(tmp_path, kind, draft):
 def test_attention_in_fp32_over_long_prompts(tmp_path):
     """llama.cpp's flash attention, which is in float16 in part, changes a token of these rows."""
     needs(LlamacppPeer)
-    long = [*SMALL, "draft=none", "cache=full", "batch.size=8", "batch.context_len=1024", f"runs_dir={tmp_path}"]
-    native, other = (run(compose([f"engine={engine}", *long]), Job()) for engine in ("native", "llamacpp"))
+    long = [
+        *SMALL,
+        "draft=none",
+        "cache=full",
+        "batch.size=8",
+        "batch.context_len=1024",
+        f"runs_dir={tmp_path}",
+    ]
+    native, other = (
+        run(compose([f"engine={engine}", *long]), Job()) for engine in ("native", "llamacpp")
+    )
     assert other["output/fingerprint"] == native["output/fingerprint"]

@@ -14,8 +14,14 @@ from magicdec.planning.resolve import resolve
 from magicdec.planning.setup import held
 
 pytest.importorskip("triton")
-LARGE = ["target=llama-3.1-8b", "target.weights=random", "data=random", "draft.synthetic_acceptance=0.8"]
-LARGE += ["target.architecture.num_layers=2"]  # which are as wide as all 32, and planned in a moment
+LARGE = [
+    "target=llama-3.1-8b",
+    "target.weights=random",
+    "data=random",
+    "draft.synthetic_acceptance=0.8",
+]
+# Which are as wide as all 32, and planned in a moment.
+LARGE += ["target.architecture.num_layers=2"]
 
 ONE_ROW = ("batch.size=1", "scenario=serve")
 
@@ -23,11 +29,15 @@ ONE_ROW = ("batch.size=1", "scenario=serve")
 @pytest.fixture
 def plan(monkeypatch):
     """`resolve` of overrides, as on a machine with a GPU."""
-    monkeypatch.setattr("magicdec.planning.resolve._device", lambda config: (torch.device("cuda"), torch.bfloat16))
+    monkeypatch.setattr(
+        "magicdec.planning.resolve._device", lambda config: (torch.device("cuda"), torch.bfloat16)
+    )
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (80 << 30, 80 << 30))
-    monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=None))
+    monkeypatch.setitem(
+        sys.modules, "flashinfer", SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=None)
+    )
 
     def planned(*overrides):
         return resolve(compose([*LARGE, *overrides]))
@@ -48,21 +58,35 @@ def test_layers_are_compiled_on_a_gpu_unless_told_otherwise(plan):
 
 
 def test_what_no_graph_can_capture_is_refused(plan):
-    with pytest.raises(UserError, match=r"hardware.cuda_graphs=true: attention=flashinfer .*cuda_graphs=false"):
+    with pytest.raises(
+        UserError, match=r"hardware.cuda_graphs=true: attention=flashinfer .*cuda_graphs=false"
+    ):
         plan("attention=flashinfer")
-    assert plan("attention=flashinfer", "hardware.cuda_graphs=false").config.attention == "flashinfer"
+    assert (
+        plan("attention=flashinfer", "hardware.cuda_graphs=false").config.attention == "flashinfer"
+    )
 
 
 def test_memory_is_foreseen_with_the_chosen_attention(estimate):
-    """In a prefill of long chunks, the mask of sdpa alone is 32 rows x 4,096 tokens x 16,384 slots."""
-    choices = (["attention=triton"], ["attention=sdpa"], ["attention=flashinfer", "hardware.cuda_graphs=false"])
-    triton, sdpa, flashinfer = (estimate("batch.prefill_chunk=4096", *keys).transient for keys in choices)
+    """In a prefill of long chunks, the mask of sdpa alone is 32 rows x 4,096 tokens x 16,384
+    slots.
+    """
+    choices = (
+        ["attention=triton"],
+        ["attention=sdpa"],
+        ["attention=flashinfer", "hardware.cuda_graphs=false"],
+    )
+    triton, sdpa, flashinfer = (
+        estimate("batch.prefill_chunk=4096", *keys).transient for keys in choices
+    )
     assert sdpa - triton > 32 * 4096 * 16384
     assert flashinfer - triton == pytest.approx(128 << 20, rel=0.01), "its workspace"
 
 
 def test_a_gpu_that_pytorch_cannot_use_is_told(monkeypatch, tmp_path):
-    (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5\n")
+    (tmp_path / "version").write_text(
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5\n"
+    )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert resolve(compose([])).warnings() == []
     monkeypatch.setattr("magicdec.measure.system.DRIVER", tmp_path / "version")
@@ -84,7 +108,9 @@ def test_one_row_is_prefilled_in_long_chunks_on_a_cpu_unless_others_wait():
 
 def test_memory_is_foreseen_for_the_chunk_of_one_request(estimate):
     """Rounds of all slots, and a prefill of a single row."""
-    batched, served = (estimate("batch.prefill_chunk=4096", *keys) for keys in ([], ["scenario=serve"]))
+    batched, served = (
+        estimate("batch.prefill_chunk=4096", *keys) for keys in ([], ["scenario=serve"])
+    )
     assert served.target_kv == pytest.approx(batched.target_kv * 33 / 32)
     assert served.transient < batched.transient / 8
 
@@ -97,20 +123,28 @@ def test_what_graphs_keep_must_be_free_beside_the_rest(estimate):
 
 
 SMALL_CONTEXT = [  # a draft that was trained for 2,048 tokens
-    *("target=llama-2-7b-32k", "target.weights=random", "draft.synthetic_acceptance=0.7", "batch.context_len=8192"),
+    *(
+        "target=llama-2-7b-32k",
+        "target.weights=random",
+        "draft.synthetic_acceptance=0.7",
+        "batch.context_len=8192",
+    ),
     *("target@draft.model=tinyllama-1.1b", "draft.model.weights=random", "batch.size=1"),
 ]
 
 
 @pytest.mark.parametrize(
-    ("draft", "cache", "too_large"), [("model", "cache", 2041), ("hierarchical", "draft.cache", 2032)]
+    ("draft", "cache", "too_large"),
+    [("model", "cache", 2041), ("hierarchical", "draft.cache", 2032)],
 )
 def test_a_draft_stays_within_its_trained_context(draft, cache, too_large):
     def planned(*overrides):
         return resolve(compose([f"draft={draft}", *SMALL_CONTEXT, "draft.gamma=6", *overrides]))
 
     assert planned(f"{cache}.budget={too_large - 1}")
-    with pytest.raises(UserError, match=rf"{cache}\.budget={too_large} and the .* tokens of a round") as refused:
+    with pytest.raises(
+        UserError, match=rf"{cache}\.budget={too_large} and the .* tokens of a round"
+    ) as refused:
         planned(f"{cache}.budget={too_large}")
     would = re.search(r"(\S+) would", str(refused.value))[1]
     assert planned(would)
@@ -120,12 +154,17 @@ def test_a_draft_stays_within_its_trained_context(draft, cache, too_large):
 @pytest.mark.parametrize(("draft", "cache"), [("model", "cache"), ("hierarchical", "draft.cache")])
 def test_a_model_of_its_own_cannot_draft_over_a_cache_that_needs_the_targets(draft, cache, policy):
     group = "cache" if cache == "cache" else "cache@draft.cache"
-    with pytest.raises(UserError, match=rf"^{cache}\.policy={policy} reads .*{cache}\.policy=streaming, or draft=self"):
+    with pytest.raises(
+        UserError,
+        match=rf"^{cache}\.policy={policy} reads .*{cache}\.policy=streaming, or draft=self",
+    ):
         resolve(compose([f"draft={draft}", f"{group}={policy}"]))
 
 
 def test_a_draft_is_not_shown_distances_that_it_was_not_trained_for():
-    with pytest.raises(UserError, match=r"cache\.policy=snapkv shows the draft .* use cache\.policy=streaming"):
+    with pytest.raises(
+        UserError, match=r"cache\.policy=snapkv shows the draft .* use cache\.policy=streaming"
+    ):
         resolve(compose(["draft=model", *SMALL_CONTEXT, "cache=snapkv"]))
 
 
@@ -139,7 +178,9 @@ def test_an_automatic_batch_of_a_run_fits_into_the_machine(monkeypatch):
 
     most = planned()
     assert most.config.batch.size == 24
-    monkeypatch.setattr("magicdec.measure.memory.total_bytes", lambda _: held(most, 10, 1024).total / 0.9)
+    monkeypatch.setattr(
+        "magicdec.measure.memory.total_bytes", lambda _: held(most, 10, 1024).total / 0.9
+    )
     found = planned()
     assert found.config.batch.size == 10
     assert found.config.batch.prefill_chunk == 128

@@ -31,7 +31,11 @@ def copied(folder: Path, original: str = "draft", **config: object) -> Path:
     return folder
 
 
-THEIRS = {"num_layers": "num_hidden_layers", "num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads"}
+THEIRS = {
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+}
 
 
 def described(folder: Path, option: str, **changes: object) -> Path:
@@ -70,7 +74,11 @@ def test_the_named_option_keeps_its_name_and_records_what_its_checkpoint_says():
         ("llama-3.1-8b", "/data/llama-3.1-8b", "llama-3.1-8b"),  # a local copy
         ("llama-3.1-8b", "/data/Llama-3.1-8B/", "llama-3.1-8b"),
         ("smollm2-135m-q4", "{here}/models/smollm2-135m-q4", "smollm2-135m-q4"),
-        ("llama-3.1-8b", "someone/Llama-3.1-8B-Tuned@main", "llama-3.1-8b (Llama-3.1-8B-Tuned@main)"),
+        (
+            "llama-3.1-8b",
+            "someone/Llama-3.1-8B-Tuned@main",
+            "llama-3.1-8b (Llama-3.1-8B-Tuned@main)",
+        ),
         ("llama-3.1-8b", "/hub/models--org--Tuned/snapshots/0123abc", "llama-3.1-8b (Tuned)"),
         ("tiny", "/data/a", "tiny (a)"),
         ("my-model", "/data/my-model", "my-model"),
@@ -85,27 +93,38 @@ def test_labels(name, path, shown):
 @pytest.mark.parametrize(
     ("folder", "original", "keys", "name"),
     [
-        *(("my-model", "draft", [f"target={option}"], "my-model") for option in ("tiny", "custom", "llama-3.1-8b")),
+        *(
+            ("my-model", "draft", [f"target={option}"], "my-model")
+            for option in ("tiny", "custom", "llama-3.1-8b")
+        ),
         ("a", "draft", ["target.name=mine"], "mine"),
         ("a", "target", ["target=tiny"], "tiny"),  # the option's architecture
         ("a", "target", ["target=custom", "target.name=tiny"], "tiny"),
-        ("Tiny", "target", [], "tiny"),  # the same architecture under an option's name: a local copy of it
+        # The same architecture under an option's name: a local copy of it.
+        ("Tiny", "target", [], "tiny"),
         ("tiny", "draft", [], "x/tiny"),  # another model: its acceptance is not tiny's
         ("models--org--Some-Model/snapshots/0123abc", "draft", [], "Some-Model"),  # the hub's cache
     ],
 )
 def test_a_folder_gives_name_and_architecture(tmp_path, folder, original, keys, name):
     path = copied(tmp_path / "x" / folder, original)
-    assert chosen(*keys, f"target.path={path}") == ModelChoice(name, str(path), "checkpoint", read_config(path))
+    assert chosen(*keys, f"target.path={path}") == ModelChoice(
+        name, str(path), "checkpoint", read_config(path)
+    )
 
 
 @pytest.mark.parametrize(
     ("folder", "original", "keys", "name"),
-    [("my-draft", "target", [], "my-draft"), ("b", "draft", ["target@draft.model=tiny-draft"], "tiny-draft")],
+    [
+        ("my-draft", "target", [], "my-draft"),
+        ("b", "draft", ["target@draft.model=tiny-draft"], "tiny-draft"),
+    ],
 )
 def test_a_draft_of_its_own(tmp_path, folder, original, keys, name):
     path = copied(tmp_path / folder, original)
-    draft = resolve(compose([*SMALL, "draft=model", *keys, f"draft.model.path={path}"])).config.draft
+    draft = resolve(
+        compose([*SMALL, "draft=model", *keys, f"draft.model.path={path}"])
+    ).config.draft
     assert (draft.model.name, draft.model.path) == (name, str(path))
 
 
@@ -115,7 +134,10 @@ def predicted_setup(*overrides: str) -> Setup:
 
 def test_a_folder_named_after_an_option_of_the_same_architecture_is_that_option(tmp_path):
     folder = described(tmp_path / "smollm2-135m-q4", "smollm2-135m")
-    assert predicted_setup("target=smollm2-135m", f"target.path={folder}").target_name == "smollm2-135m-q4"
+    assert (
+        predicted_setup("target=smollm2-135m", f"target.path={folder}").target_name
+        == "smollm2-135m-q4"
+    )
 
 
 def test_the_acceptance_of_an_option_is_assumed_for_a_folder_of_its_architecture(tmp_path):
@@ -161,7 +183,9 @@ def test_a_plan_for_a_folder_leads_back_to_it(tmp_path, monkeypatch):
         f"runs_dir={tmp_path}",
     ]
     for folder, option in (("snapshot", "llama-3.1-8b"), ("other", "custom")):
-        path = described(tmp_path / folder, "llama-3.1-8b", vocab_size=128256 if option != "custom" else 1000)
+        path = described(
+            tmp_path / folder, "llama-3.1-8b", vocab_size=128256 if option != "custom" else 1000
+        )
         outcome(*keys, "target=llama-3.1-8b", f"target.path={path}")
         found = yaml.safe_load((tmp_path / "of-a-test.yaml").read_text())
         assert {"override /target": option} in found["defaults"]
@@ -171,16 +195,27 @@ def test_a_plan_for_a_folder_leads_back_to_it(tmp_path, monkeypatch):
 @pytest.mark.parametrize("weights", ["checkpoint", "random"])
 def test_an_override_that_the_checkpoint_contradicts(tmp_path, weights):
     folder = copied(tmp_path / "my-model")
-    overrides = [f"target.path={folder}", f"target.weights={weights}", "draft.synthetic_acceptance=0.5", "data=random"]
-    with pytest.raises(UserError, match=f"^target.architecture.num_layers=3: the checkpoint.*{folder} has 2"):
+    overrides = [
+        f"target.path={folder}",
+        f"target.weights={weights}",
+        "draft.synthetic_acceptance=0.5",
+        "data=random",
+    ]
+    with pytest.raises(
+        UserError, match=f"^target.architecture.num_layers=3: the checkpoint.*{folder} has 2"
+    ):
         chosen(*overrides, "target.architecture.num_layers=3")
     assert chosen(*overrides, "target.architecture.num_layers=2").name == "my-model"
-    with pytest.raises(UserError, match=r"target.architecture.sliding_window=64: the checkpoint .* has null"):
+    with pytest.raises(
+        UserError, match=r"target.architecture.sliding_window=64: the checkpoint .* has null"
+    ):
         chosen(*overrides, "target.architecture.sliding_window=64")
 
 
 def test_an_override_of_a_named_option():
-    with pytest.raises(UserError, match=r"target.architecture.num_layers=3: the checkpoint .*target has 6"):
+    with pytest.raises(
+        UserError, match=r"target.architecture.num_layers=3: the checkpoint .*target has 6"
+    ):
         chosen("target.architecture.num_layers=3")
     random = ["target.weights=random", "draft.synthetic_acceptance=0.5", "data=random"]
     target = chosen(*random, "target.architecture.num_layers=3")

@@ -1,4 +1,6 @@
-"""scenario=compare in this process: runs that were disturbed, and runs without anything to decode."""
+"""scenario=compare in this process: runs that were disturbed, and runs without anything to
+decode.
+"""
 
 import json
 import shutil
@@ -11,7 +13,11 @@ from tests.runs import TINY, run_here
 
 def test_a_disturbed_run_says_so_with_a_single_repeat(tmp_path, monkeypatch, capsys):
     profile_round = compare.profile_round
-    monkeypatch.setattr(compare, "profile_round", lambda *a: {name: ms / 1e3 for name, ms in profile_round(*a).items()})
+    monkeypatch.setattr(
+        compare,
+        "profile_round",
+        lambda *a: {name: ms / 1e3 for name, ms in profile_round(*a).items()},
+    )
     result = run_here(tmp_path).metrics
     assert "speedup_spread" not in result
     assert result["noisy"] is True

@@ -1,4 +1,6 @@
-"""A run that fails is recorded as failed, with its kind, and running out of memory is reported in a line."""
+"""A run that fails is recorded as failed, with its kind, and running out of memory is reported in a
+line.
+"""
 
 import math
 import shutil
@@ -14,7 +16,9 @@ from tests.runs import TINY, lines, one_line, only_run, run_here
 
 
 def cuda_oom():
-    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nGPU 0 has a total capacity of 80")
+    raise torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 20.00 GiB.\nGPU 0 has a total capacity of 80"
+    )
 
 
 def cpu_oom():
@@ -50,7 +54,10 @@ def test_failures_during_the_run(tmp_path, monkeypatch, failure, raised, kind, r
     [
         ("compare", []),
         ("serve", ["scenario.concurrencies=[1]", "scenario.num_requests=1"]),
-        ("profile", ["scenario.batch_sizes=[1]", "scenario.context_lens=[64]", "scenario.gammas=[1]"]),
+        (
+            "profile",
+            ["scenario.batch_sizes=[1]", "scenario.context_lens=[64]", "scenario.gammas=[1]"],
+        ),
     ],
 )
 def test_a_checkpoint_of_nans_is_a_failed_run_in_every_scenario(tmp_path, scenario, keys):

@@ -19,7 +19,9 @@ from tests.runs import SMALL, lines, only_run, run_here
 def test_a_point_counts_the_rounds_since_the_last_one(monkeypatch):
     monkeypatch.setattr(points, "INTERVAL_S", 0.0)
     monkeypatch.setattr(points, "EVERY", 2)
-    accepted = torch.tensor([[2, 0], [1, INACTIVE], [2, INACTIVE], [0, INACTIVE]], dtype=torch.int32)
+    accepted = torch.tensor(
+        [[2, 0], [1, INACTIVE], [2, INACTIVE], [0, INACTIVE]], dtype=torch.int32
+    )
     state = SimpleNamespace(accepted_RB=accepted, committed_RB=(accepted + 1).clamp(min=0))
     heard, stage = [], Stage("speculative", 4)
     count = points.Points(state, "speculative", stage, SimpleNamespace(report=heard.append))
@@ -40,7 +42,9 @@ def test_the_lines_of_a_run_are_on_disk_and_agree_with_its_result(tmp_path, monk
     repeats = [line for line in live if "repeat" in line]
     assert [line["repeat"] for line in repeats] == [1, 2, 3]
     speedups = sorted(line["repeat/speedup"] for line in repeats)
-    assert speedups == pytest.approx([run.metrics[key] for key in ("speedup_min", "speedup", "speedup_max")])
+    assert speedups == pytest.approx(
+        [run.metrics[key] for key in ("speedup_min", "speedup", "speedup_max")]
+    )
     assert "live/prefill_s" in live[0], "before anything is measured"
     assert any("live/accepted" in line for line in live)
 
@@ -67,10 +71,16 @@ def test_sigterm_keeps_the_repeats_that_are_complete(tmp_path, monkeypatch):
         run_here(tmp_path, "scenario.repeats=4")
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     result = only_run(tmp_path)
-    assert (result["status"], result["kind"], result["reason"]) == ("failed", "stopped", "stopped by SIGTERM")
+    assert (result["status"], result["kind"], result["reason"]) == (
+        "failed",
+        "stopped",
+        "stopped by SIGTERM",
+    )
     assert result["repeats"] == 2
     assert result["acceptance_rate"] > 0
-    assert {len(row["decode_s"]["speculative"]) for row in lines(result["folder"], "generations")} == {2}
+    assert {
+        len(row["decode_s"]["speculative"]) for row in lines(result["folder"], "generations")
+    } == {2}
     assert lines(result["folder"], "history")
 
 

@@ -70,7 +70,9 @@ class Graph:
 
 def with_graphs(rank: int, folder: Path) -> None:
     told, destroy = folder / f"graph{rank}", dist.destroy_process_group
-    dist.destroy_process_group = lambda: (folder / f"end{rank}").write_text(str(told.exists())) and destroy()
+    dist.destroy_process_group = lambda: (
+        (folder / f"end{rank}").write_text(str(told.exists())) and destroy()
+    )
     Graph(told)
 
 
@@ -98,7 +100,10 @@ def stuck(rank: int, others: bool) -> None:
 @pytest.mark.timeout(20, func_only=True)
 @pytest.mark.parametrize(
     ("others", "said"),
-    [(False, "rank 0 gave no result within 1 s after another rank"), (True, "the ranks gave no result within 2 s")],
+    [
+        (False, "rank 0 gave no result within 1 s after another rank"),
+        (True, "the ranks gave no result within 2 s"),
+    ],
 )
 def test_nobody_waits_for_ever_for_a_rank_that_hangs(monkeypatch, others, said):
     monkeypatch.setattr(ranks, "FINISH_S", 1.0)
@@ -113,7 +118,8 @@ def gathered(mine: int) -> list[int]:
 
 
 def compile_threads(rank: int) -> list[int]:
-    from torch._inductor.config import decide_compile_threads  # which PyTorch calls at the first compilation
+    # Which PyTorch calls at the first compilation.
+    from torch._inductor.config import decide_compile_threads
 
     return gathered(decide_compile_threads())
 
@@ -129,15 +135,28 @@ def left_alive(rank: int, plans: list[Plan]) -> list[list[int]]:
     for plan in plans:
         assert _work(rank, plan).metrics
         gc.collect()
-        held.append(gathered(sum(isinstance(thing, (Decoder, KVCache, Draft)) for thing in gc.get_objects())))
+        held.append(
+            gathered(
+                sum(isinstance(thing, (Decoder, KVCache, Draft)) for thing in gc.get_objects())
+            )
+        )
     return held
 
 
 @pytest.mark.slow
 def test_a_run_leaves_no_decoder_on_any_rank(tmp_path):
-    """Its graphs would keep NCCL waiting at the end of the group, and its memory would not be free."""
-    small = [*SMALL, "batch.context_len=128", "batch.generate_len=6", "cache.budget=32", f"runs_dir={tmp_path}"]
+    """Its graphs would keep NCCL waiting at the end of the group, and its memory would not be
+    free.
+    """
+    small = [
+        *SMALL,
+        "batch.context_len=128",
+        "batch.generate_len=6",
+        "cache.budget=32",
+        f"runs_dir={tmp_path}",
+    ]
     configs = (
-        compose([*small, "hardware.tensor_parallel=2", f"draft={draft}"]) for draft in ("self", "model", "eagle3")
+        compose([*small, "hardware.tensor_parallel=2", f"draft={draft}"])
+        for draft in ("self", "model", "eagle3")
     )
     assert on_ranks(2, "cpu", left_alive, list(map(compare.prepare, configs))) == [[0, 0]] * 3

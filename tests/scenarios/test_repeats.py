@@ -21,7 +21,9 @@ from tests.runs import run_here
 
 def generation(seconds):
     end = GENERATION.round_seconds[-1]
-    return replace(GENERATION, round_seconds=[seconds * one / end for one in GENERATION.round_seconds])
+    return replace(
+        GENERATION, round_seconds=[seconds * one / end for one in GENERATION.round_seconds]
+    )
 
 
 def measure(settings, ratios, before=0, num_batches=1):
@@ -30,7 +32,9 @@ def measure(settings, ratios, before=0, num_batches=1):
     for ratio in ratios:
         if goal.is_reached(units, num_batches):
             break
-        units.append(Unit(0, 0.0, {"autoregressive": generation(ratio), "speculative": generation(1.0)}))
+        units.append(
+            Unit(0, 0.0, {"autoregressive": generation(ratio), "speculative": generation(1.0)})
+        )
     return units
 
 
@@ -84,7 +88,12 @@ def test_how_often_a_run_is_repeated_is_no_part_of_its_id():
     def id_of(*overrides):
         return run_id(to_dict(compose(overrides)), {}, "cpu")
 
-    often = ("scenario.repeats=auto", "scenario.repeats=7", "scenario.precision=5%", "scenario.max_minutes=3")
+    often = (
+        "scenario.repeats=auto",
+        "scenario.repeats=7",
+        "scenario.precision=5%",
+        "scenario.max_minutes=3",
+    )
     assert {id_of(one) for one in often} == {id_of()}
     assert id_of("scenario.profile_repeats=9") != id_of()
 

@@ -1,4 +1,6 @@
-"""scenario=plan from what users have: an assumed acceptance, a mix of lengths, and a schedule for their engine."""
+"""scenario=plan from what users have: an assumed acceptance, a mix of lengths, and a schedule for
+their engine.
+"""
 
 import json
 
@@ -25,10 +27,16 @@ PREDICT = ("scenario=predict", *PLAN[1:])
 @pytest.mark.parametrize("scenario", [PREDICT, PLAN], ids=["predict", "plan"])
 def test_what_an_engine_reports_is_an_alpha(scenario):
     length = omega(3, 0.7)
-    reports = (f"scenario.acceptance_length={length}", f"scenario.acceptance_rate={(length - 1) / 3}")
+    reports = (
+        f"scenario.acceptance_length={length}",
+        f"scenario.acceptance_rate={(length - 1) / 3}",
+    )
     given, *reported = (
         outcome(*scenario, "batch.size=8", *keys).metrics["predicted/speedup"]
-        for keys in (["scenario.alpha=0.7"], *((report, "scenario.acceptance_gamma=3") for report in reports))
+        for keys in (
+            ["scenario.alpha=0.7"],
+            *((report, "scenario.acceptance_gamma=3") for report in reports),
+        )
     )
     assert reported == pytest.approx([given] * 2)
     assert given > 1
@@ -37,12 +45,24 @@ def test_what_an_engine_reports_is_an_alpha(scenario):
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        (["scenario.alpha=0.7", "scenario.acceptance_rate=0.6"], "say the same thing twice; give one"),
-        (["scenario.acceptance_rate=0.6"], "scenario.acceptance_rate needs scenario.acceptance_gamma: how many tokens"),
+        (
+            ["scenario.alpha=0.7", "scenario.acceptance_rate=0.6"],
+            "say the same thing twice; give one",
+        ),
+        (
+            ["scenario.acceptance_rate=0.6"],
+            "scenario.acceptance_rate needs scenario.acceptance_gamma: how many tokens",
+        ),
         (["scenario.acceptance_gamma=3"], "scenario.acceptance_gamma has no effect without"),
-        (["scenario.acceptance_length=4.5", "scenario.acceptance_gamma=3"], r"is above scenario.acceptance_gamma \+ 1"),
+        (
+            ["scenario.acceptance_length=4.5", "scenario.acceptance_gamma=3"],
+            r"is above scenario.acceptance_gamma \+ 1",
+        ),
         (["scenario.acceptance_length=0.5"], "must be at least 1, or null"),
-        (["scenario.workload=[[100]]"], r"must hold pairs of prompt and output tokens, as in \[\[4000,500\]\]"),
+        (
+            ["scenario.workload=[[100]]"],
+            r"must hold pairs of prompt and output tokens, as in \[\[4000,500\]\]",
+        ),
         (["scenario.schedule=trtllm"], "scenario.schedule=trtllm"),
         (["scenario.schedule=vllm"], "no acceptance is known .*; give one"),
     ],
@@ -53,17 +73,23 @@ def test_mistakes(keys, words):
 
 
 def test_engines_do_not_speculate_by_themselves():
-    with pytest.raises(UserError, match="draft=self: vLLM cannot be set to it; choose draft=model or draft=ngram"):
+    with pytest.raises(
+        UserError, match="draft=self: vLLM cannot be set to it; choose draft=model or draft=ngram"
+    ):
         outcome("scenario=plan", "scenario.save_as=null", *ON_H100, "scenario.schedule=vllm")
 
 
 def test_an_assumed_alpha_is_that_of_the_draft_of_the_run():
-    found = outcome(*PLAN, "scenario.alpha=0.7", "scenario.batch_sizes=[1,16]", "batch.context_len=4000")
+    found = outcome(
+        *PLAN, "scenario.alpha=0.7", "scenario.batch_sizes=[1,16]", "batch.context_len=4000"
+    )
     assert {row["draft"] for row in found.history} == {"none", "llama-3.2-1b"}
     assert {row["policy"] for row in found.history} == {"", "full"}
     text = shown(found.view)
     assert "if alpha were different" in text
-    alone = outcome(*PREDICT, "scenario.alpha=0.7", "batch.size=16", "batch.context_len=4000").metrics
+    alone = outcome(
+        *PREDICT, "scenario.alpha=0.7", "batch.size=16", "batch.context_len=4000"
+    ).metrics
     assert f"{alone['predicted/gamma']}: {alone['predicted/speedup']:.2f}x" in text
 
 
@@ -78,13 +104,22 @@ def test_a_mix_of_lengths_has_a_mean_context_and_its_prefills():
     assert short[step] < long[step]
     assert long[rate] < mix[rate] < short[rate]
     for metrics in (short, long):
-        assert metrics["predicted/speedup_with_prefill"] < metrics["predicted/speedup"], "prefill gains nothing"
+        assert metrics["predicted/speedup_with_prefill"] < metrics["predicted/speedup"], (
+            "prefill gains nothing"
+        )
     long_answers = outcome(*PLAN, *keys, "scenario.workload=[[500,20000]]").metrics
-    assert long_answers["predicted/speedup_with_prefill"] == pytest.approx(long_answers["predicted/speedup"], rel=0.05)
+    assert long_answers["predicted/speedup_with_prefill"] == pytest.approx(
+        long_answers["predicted/speedup"], rel=0.05
+    )
 
 
 def test_a_schedule_is_a_file_a_map_and_a_command(tmp_path):
-    keys = ("scenario.alpha=0.6", "batch.size=64", "scenario.schedule=vllm", "scenario.context_lens=[1000,16000]")
+    keys = (
+        "scenario.alpha=0.6",
+        "batch.size=64",
+        "scenario.schedule=vllm",
+        "scenario.context_lens=[1000,16000]",
+    )
     found = outcome(*PLAN, *keys, "scenario.save_as=mine", "batch.context_len=16000")
     written = json.loads((tmp_path / "schedules" / "mine.vllm.json").read_text())
     ranges = written["num_speculative_tokens_per_batch_size"]
@@ -94,7 +129,11 @@ def test_a_schedule_is_a_file_a_map_and_a_command(tmp_path):
     assert ink(chart) > 0.3, "two lines of cells"
     assert coloured(chart) > 0.2
     text = shown(found.view)
-    command = ("vllm serve meta-llama/Llama-3.1-8B", "--max-num-seqs 64", '--speculative-config "$(cat FILE)"')
+    command = (
+        "vllm serve meta-llama/Llama-3.1-8B",
+        "--max-num-seqs 64",
+        '--speculative-config "$(cat FILE)"',
+    )
     assert " \\\n    ".join(command).replace("FILE", "schedules/mine.vllm.json") in text, "to paste"
     worst = min(row["share_of_best"] for row in found.history)
     assert worst == found.metrics["predicted/worst_share"] >= 0.9
@@ -104,13 +143,23 @@ def test_a_schedule_is_a_file_a_map_and_a_command(tmp_path):
 
 
 def test_a_schedules_command_is_quoted(tmp_path):
-    keys = ("scenario.alpha=0.6", "batch.size=4", "scenario.schedule=vllm", "scenario.save_as='my --own'")
+    keys = (
+        "scenario.alpha=0.6",
+        "batch.size=4",
+        "scenario.schedule=vllm",
+        "scenario.save_as='my --own'",
+    )
     text = shown(outcome(*PLAN, *keys).view)
     assert """--speculative-config "$(cat 'schedules/my --own.vllm.json')"\n""" in text
     assert (tmp_path / "schedules" / "my --own.vllm.json").exists()
 
 
 def test_a_schedule_that_is_not_saved_is_shown(tmp_path):
-    keys = ("scenario.alpha=0.6", "batch.size=4", "scenario.schedule=tensorrt_llm", "scenario.save_as=null")
+    keys = (
+        "scenario.alpha=0.6",
+        "batch.size=4",
+        "scenario.schedule=tensorrt_llm",
+        "scenario.save_as=null",
+    )
     assert "draft_len_schedule:" in shown(outcome(*PLAN, *keys).view)
     assert not (tmp_path / "schedules").exists()

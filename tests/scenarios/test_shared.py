@@ -1,4 +1,6 @@
-"""Jobs that share weights and prefilled prompts: every token and every count is that of a process of its own."""
+"""Jobs that share weights and prefilled prompts: every token and every count is that of a process
+of its own.
+"""
 
 import re
 
@@ -10,9 +12,21 @@ from magicdec.scenarios import Job, compare, predicted
 from tests.golden.record import CASES, KEPT
 from tests.runs import run_here
 
-NAMES = ("streaming", "window", "snapkv", "h2o", "topk", "quantized", "pyramidkv", "quest", "verify_guided", "model")
+NAMES = (
+    "streaming",
+    "window",
+    "snapkv",
+    "h2o",
+    "topk",
+    "quantized",
+    "pyramidkv",
+    "quest",
+    "verify_guided",
+    "model",
+)
 NAMES += ("model over h2o", "ngram", "layer_skip", "hierarchical", "sampled", "none")
-OTHERS = {"quantized": "draft.gamma=2", "pyramidkv": "draft.gamma=2", "quest": "draft.gamma=5"}  # need other sizes
+# Need other sizes.
+OTHERS = {"quantized": "draft.gamma=2", "pyramidkv": "draft.gamma=2", "quest": "draft.gamma=5"}
 CELLS = {name: f"{CASES[name]} attention=auto {OTHERS.get(name, '')}".split() for name in NAMES}
 CELLS["quantized weights"] = [*CELLS["streaming"], "draft.quantization=int8"]
 
@@ -25,22 +39,44 @@ def nothing_kept():
 
 
 def cell(tmp_path, name, *overrides, number=0, sweep="one"):
-    return run_here(tmp_path, *CELLS[name], *overrides, job=Job((), tmp_path / "sweeps" / sweep, number))
+    return run_here(
+        tmp_path, *CELLS[name], *overrides, job=Job((), tmp_path / "sweeps" / sweep, number)
+    )
 
 
 def done(tmp_path, name, *overrides, share="prefill", number=0):
-    """Run a cell. Return whether it shared a prefill, its tokens and every result that depends on no time."""
+    """Run a cell. Return whether it shared a prefill, its tokens and every result that depends on
+    no time.
+    """
     sweep = f"sweep {len(list(tmp_path.glob('sweeps/*')))}"
-    run = cell(tmp_path, name, *overrides, f"sweep.share={share}", "resume=false", number=number, sweep=sweep)
-    tokens = [{key: value for key, value in row.items() if key != "decode_s"} for row in run.generations]
-    kept = {k: value for k, value in run.metrics.items() if re.match(KEPT, k) and k not in ("id", "attempt")}
+    run = cell(
+        tmp_path,
+        name,
+        *overrides,
+        f"sweep.share={share}",
+        "resume=false",
+        number=number,
+        sweep=sweep,
+    )
+    tokens = [
+        {key: value for key, value in row.items() if key != "decode_s"} for row in run.generations
+    ]
+    kept = {
+        k: value
+        for k, value in run.metrics.items()
+        if re.match(KEPT, k) and k not in ("id", "attempt")
+    }
     return run.metrics["prefill/shared"], tokens, kept
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("attention", "order"), [("sdpa", list(CELLS)), ("cpp", list(reversed(CELLS)))])
+@pytest.mark.parametrize(
+    ("attention", "order"), [("sdpa", list(CELLS)), ("cpp", list(reversed(CELLS)))]
+)
 def test_results_equal_those_of_processes_of_their_own_in_any_order(tmp_path, attention, order):
-    alone = {name: done(tmp_path, name, f"attention={attention}", share="none")[1:] for name in order}
+    alone = {
+        name: done(tmp_path, name, f"attention={attention}", share="none")[1:] for name in order
+    }
     SHARED.begin("none")
     for number, name in enumerate(order):
         shared, *results = done(tmp_path, name, f"attention={attention}")
@@ -57,22 +93,35 @@ def test_a_cell_takes_over_what_the_last_one_has_left(tmp_path):
 
 
 def test_the_time_of_the_prefill_is_the_measured_one(tmp_path):
-    first, second = (cell(tmp_path, name, number=n).metrics for n, name in enumerate(("streaming", "window")))
+    first, second = (
+        cell(tmp_path, name, number=n).metrics for n, name in enumerate(("streaming", "window"))
+    )
     assert (first["prefill/shared"], second["prefill/shared"]) == (False, True)
     assert len({run["autoregressive/time_to_first_token_ms"] for run in (first, second)}) == 1
 
 
 @pytest.mark.parametrize(
     "change",
-    ["batch.context_len=96", "batch.size=3", "batch.prefill_chunk=16", "data.seed=1", "hardware.dtype=bfloat16"],
+    [
+        "batch.context_len=96",
+        "batch.size=3",
+        "batch.prefill_chunk=16",
+        "data.seed=1",
+        "hardware.dtype=bfloat16",
+    ],
 )
 @pytest.mark.slow
 def test_another_prefill_is_not_taken_over(tmp_path, change):
     done(tmp_path, "streaming")
     before = set(SHARED._kept)
     assert done(tmp_path, "streaming", change)[0] is False
-    assert not {key for key in SHARED._kept if key in before and len(key) > 9}, "and not held any longer"
-    assert done(tmp_path, "streaming", change) == (True, *done(tmp_path, "streaming", change, share="none")[1:])
+    assert not {key for key in SHARED._kept if key in before and len(key) > 9}, (
+        "and not held any longer"
+    )
+    assert done(tmp_path, "streaming", change) == (
+        True,
+        *done(tmp_path, "streaming", change, share="none")[1:],
+    )
 
 
 def test_weights_alone(tmp_path):
@@ -99,9 +148,15 @@ def test_a_run_that_fails_leaves_nothing(tmp_path, monkeypatch):
 
 def test_small_facts_are_found_once_and_not_after_a_failure(tmp_path, monkeypatch):
     found = []
-    for module, name in ((build, "load_tokenizer"), (compare, "read_bandwidth"), (predicted, "matmul_rate")):
+    for module, name in (
+        (build, "load_tokenizer"),
+        (compare, "read_bandwidth"),
+        (predicted, "matmul_rate"),
+    ):
         own = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *a, own=own, name=name: found.append(name) or own(*a))
+        monkeypatch.setattr(
+            module, name, lambda *a, own=own, name=name: found.append(name) or own(*a)
+        )
     for number, name in enumerate(("streaming", "window")):
         done(tmp_path, name, number=number)
     assert sorted(found) == ["load_tokenizer", "matmul_rate", "read_bandwidth"]
@@ -129,14 +184,20 @@ def test_runs_that_take_turns_end_with_all_repeats(tmp_path, resume):
         assert turn_of(tmp_path, name, 1, f"resume={resume}", number=number).metrics["repeats"] == 1
     ends = [turn_of(tmp_path, name, 2, f"resume={resume}", number=number) for number, name in cells]
     for (number, name), end in zip(cells, ends, strict=True):
-        assert (end.metrics["repeats"], end.metrics["prefill/shared"], num_decoded(end)) == (2, True, 2)
+        assert (end.metrics["repeats"], end.metrics["prefill/shared"], num_decoded(end)) == (
+            2,
+            True,
+            2,
+        )
         alone = done(tmp_path / "alone", name, "scenario.repeats=2", share="none", number=number)[2]
         others = alone.keys() - {"prefill/shared"}
         assert {key: end.metrics[key] for key in others} == {key: alone[key] for key in others}
     assert {path.parent for path in tmp_path.glob("*/result.json")} == {end.folder for end in ends}
 
 
-def test_turns_of_a_run_that_is_done_are_skipped_and_those_of_an_interrupted_one_go_on(tmp_path, capsys):
+def test_turns_of_a_run_that_is_done_are_skipped_and_those_of_an_interrupted_one_go_on(
+    tmp_path, capsys
+):
     first = turn_of(tmp_path, "streaming", 1)
     other = turn_of(tmp_path, "streaming", 2, number=1)  # of another sweep
     assert (other.folder, other.metrics["repeats"], num_decoded(other)) == (first.folder, 2, 2)

@@ -24,7 +24,9 @@ PRECISELY = ("resume=noisy", "scenario.precision=0.1%")
 
 
 def unit(batch=0, **changes):
-    return Unit(batch, 0.5, {"autoregressive": GENERATION, "speculative": replace(GENERATION, **changes)})
+    return Unit(
+        batch, 0.5, {"autoregressive": GENERATION, "speculative": replace(GENERATION, **changes)}
+    )
 
 
 # The files
@@ -32,7 +34,9 @@ def unit(batch=0, **changes):
 
 def test_a_unit_is_read_back_as_it_was(tmp_path):
     stored = Stored.read(Run.open(tmp_path, "abc", CONFIG), 2)
-    written = replace(unit(1, setup_seconds=2.5), disturbed="other programs took 20% of the processors")
+    written = replace(
+        unit(1, setup_seconds=2.5), disturbed="other programs took 20% of the processors"
+    )
     stored.add(written)
     (again,) = Stored.read(stored.run, 2).units.by_batch[1]
     assert again.times() == written.times()
@@ -44,7 +48,12 @@ def test_a_unit_is_read_back_as_it_was(tmp_path):
 
 def test_other_tokens_and_another_gamma_are_kept_and_do_not_count(tmp_path):
     stored = Stored.read(Run.open(tmp_path, "abc", CONFIG), 1)
-    added = [unit(), unit(tokens=[[1, 2, 3, 4, 6], [1, 2, 3, 4, 5]]), unit(gammas=[4, 4, 4]), unit()]
+    added = [
+        unit(),
+        unit(tokens=[[1, 2, 3, 4, 6], [1, 2, 3, 4, 5]]),
+        unit(gammas=[4, 4, 4]),
+        unit(),
+    ]
     reasons = [stored.add(one).left_out for one in added]
     assert reasons == [
         None,
@@ -74,12 +83,18 @@ class Killed(BaseException):
 
 
 def test_a_run_that_is_killed_at_any_write_goes_on_where_it_was(tmp_path, monkeypatch):
-    """Each write is one rename: the process ends in front of each of them, and then behind the last."""
+    """Each write is one rename: the process ends in front of each of them, and then behind the
+    last.
+    """
     replaced, writes = os.replace, count()
 
     def session(number_of_kill):
         """Add to the run until it has three units; return how many there were before."""
-        run = Run.reopen(tmp_path / "abc", CONFIG) if (tmp_path / "abc").exists() else Run.open(tmp_path, "abc", CONFIG)
+        run = (
+            Run.reopen(tmp_path / "abc", CONFIG)
+            if (tmp_path / "abc").exists()
+            else Run.open(tmp_path, "abc", CONFIG)
+        )
         stored = Stored.read(run, 1)
         before = stored.units.num_repeats
         while stored.units.num_repeats < 3:
@@ -113,7 +128,9 @@ def test_a_run_that_is_killed_at_any_write_goes_on_where_it_was(tmp_path, monkey
 
 
 def units_of(logs, disturbed):
-    """Units whose speculative decoding takes 1 and whose autoregressive decoding takes as long as given."""
+    """Units whose speculative decoding takes 1 and whose autoregressive decoding takes as long as
+    given.
+    """
     found = []
     for log, reason in zip(logs, disturbed, strict=True):
         ways = {"autoregressive": _timed(np.exp(log)), "speculative": _timed(1.0)}
@@ -127,7 +144,9 @@ def _timed(seconds):
 
 
 def walls(repeats, way):
-    return [sum(max(row.decode for row in batch) for batch in times[way]) for times in repeats.times]
+    return [
+        sum(max(row.decode for row in batch) for batch in times[way]) for times in repeats.times
+    ]
 
 
 def test_disturbed_repeats_leave_the_figures_where_enough_others_are_left():
@@ -146,7 +165,9 @@ def test_a_repeat_is_not_judged_by_its_own_times():
 
 @pytest.mark.parametrize("wanted", [3, 8])
 def test_intervals_still_cover_the_truth_where_disturbed_repeats_leave(wanted):
-    """Other work comes at random, slows both ways, and the slower one more. It is seen in nine of ten cases."""
+    """Other work comes at random, slows both ways, and the slower one more. It is seen in nine of
+    ten cases.
+    """
     random, covered, studies = np.random.default_rng(1), 0, 600
     for _ in range(studies):
         logs, others = random.normal(0, 0.03, 12), random.random(12) < 0.3
@@ -154,7 +175,8 @@ def test_intervals_still_cover_the_truth_where_disturbed_repeats_leave(wanted):
         slowed = logs + np.where(others & ~seen, random.normal(0, 0.03, 12), 0.0)
         slowed += np.where(seen, random.normal(0.2, 0.1, 12), 0.0)
         repeats = units_of(slowed, ["other work" if one else None for one in seen]).repeats(wanted)
-        if len(repeats.repeats) == 12 and seen.any():  # too few are left: the interval is of a disturbed machine
+        # Too few are left: the interval is of a disturbed machine.
+        if len(repeats.repeats) == 12 and seen.any():
             covered += 0.95
             continue
         estimate = speedup_wall(walls(repeats, "autoregressive"), walls(repeats, "speculative"))
@@ -197,7 +219,9 @@ def seconds(run):
     rows = run.generations
     assert len({len(row["autoregressive"]) for row in rows}) == 1
     ways = ("autoregressive", "speculative")
-    return {way: np.array([row["decode_s"][way] for row in rows]) for way in ways}, len(rows[0]["speculative"]) - 1
+    return {way: np.array([row["decode_s"][way] for row in rows]) for way in ways}, len(
+        rows[0]["speculative"]
+    ) - 1
 
 
 def test_a_sweep_that_asks_for_more_repeats_adds_them(measure):
@@ -225,7 +249,9 @@ def test_a_disturbed_run_is_measured_again_and_all_repeats_count(measure, distur
         assert second.metrics[f"{way}/time_per_output_token_ms"] == pytest.approx(tpot)
     ratios = both["autoregressive"].sum(0) / both["speculative"].sum(0)
     assert second.metrics["speedup"] == pytest.approx(median(ratios))
-    assert second.metrics["speedup_precision"] == pytest.approx(t_quantile(5) * stdev(np.log(ratios)) / sqrt(6))
+    assert second.metrics["speedup_precision"] == pytest.approx(
+        t_quantile(5) * stdev(np.log(ratios)) / sqrt(6)
+    )
     disturb(second)
     assert measure(*PRECISELY).metrics["repeats"] == 9
 
@@ -251,7 +277,11 @@ def test_an_interrupted_run_goes_on_in_its_folder(tmp_path, measure, monkeypatch
     assert (stopped["status"], stopped["kind"], stopped["repeats"]) == ("failed", "interrupted", 1)
     monkeypatch.setattr(compare, "_generate", generate)
     done = measure()
-    assert (done.metrics["status"], done.metrics["repeats"], done.folder.name) == ("done", 3, stopped["id"])
+    assert (done.metrics["status"], done.metrics["repeats"], done.folder.name) == (
+        "done",
+        3,
+        stopped["id"],
+    )
     assert "reason" not in done.metrics
     audited = json.loads((done.folder / "audits" / "0.json").read_text())
     assert list(audited) == ["0"]
@@ -283,7 +313,10 @@ def test_tokens_that_never_repeat_end_the_session(measure, monkeypatch):
 
     monkeypatch.setattr(compare, "_generate", others)
     second = measure("scenario.repeats=9")
-    assert (second.metrics["repeats"], second.metrics["repeats_left_out"]) == (3, compare.MOST_LEFT_OUT)
+    assert (second.metrics["repeats"], second.metrics["repeats_left_out"]) == (
+        3,
+        compare.MOST_LEFT_OUT,
+    )
     assert second.metrics["speedup"] == first.metrics["speedup"]
     assert "other tokens" in second.metrics["repeats_left_out_why"]
 

@@ -1,4 +1,6 @@
-"""scenario=verify: shares of the best gamma, from times that are given, and schedules that are read back."""
+"""scenario=verify: shares of the best gamma, from times that are given, and schedules that are read
+back.
+"""
 
 import itertools
 import json
@@ -14,7 +16,13 @@ from magicdec.planning import build
 from magicdec.scenarios import verify
 from tests.runs import outcome
 
-SMALL = ["scenario=verify", "hardware=cpu", "batch.generate_len=6", "cache.budget=64", "scenario.repeats=2"]
+SMALL = [
+    "scenario=verify",
+    "hardware=cpu",
+    "batch.generate_len=6",
+    "cache.budget=64",
+    "scenario.repeats=2",
+]
 SMALL += ["scenario.batch_sizes=[1,2]", "scenario.context_lens=[128,256]", "scenario.gammas=[1,2]"]
 PER_TOKEN_MS = {0: 10.0, 1: 8.0, 2: 5.0, 4: 20.0}  # by gamma, in the order of passes
 
@@ -24,7 +32,9 @@ def timed(monkeypatch):
     """Rounds take what PER_TOKEN_MS says. Collects the gammas in the order of their passes."""
     passes: list[int] = []
     decoded = verify._decoded
-    monkeypatch.setattr(verify, "_decoded", lambda batch, gamma: passes.append(gamma) or decoded(batch, gamma))
+    monkeypatch.setattr(
+        verify, "_decoded", lambda batch, gamma: passes.append(gamma) or decoded(batch, gamma)
+    )
     times = itertools.cycle(PER_TOKEN_MS.values())  # asked for after each repeat
     monkeypatch.setattr(metrics, "time_per_output_token_ms", lambda rows: next(times))
     return passes
@@ -35,7 +45,8 @@ def test_a_schedule_is_held_against_every_gamma_in_turn(timed, tmp_path):
     schedule = {"method": "ngram", "num_speculative_tokens_per_batch_size": entries}
     (tmp_path / "schedule.json").write_text(json.dumps(schedule))
     found = outcome(*SMALL, f"scenario.file={tmp_path}/schedule.json")
-    assert timed[:12] == [0, 1, 2, 4] * 3  # a warm-up, and two repeats; the file's own gamma is measured, too
+    # A warm-up, and two repeats; the file's own gamma is measured, too.
+    assert timed[:12] == [0, 1, 2, 4] * 3
     lines = {(line["batch_size"], line["context_len"]): line for line in found.history}
     assert {line["best_gamma"] for line in found.history} == {2}
     chosen = {cell: line["gamma"] for cell, line in lines.items()}
@@ -57,23 +68,35 @@ def test_without_a_file_the_schedule_is_predicted_from_the_acceptance_measured_h
 
 
 def test_a_schedule_of_measured_steps_takes_the_gamma_whose_rounds_were_fastest(monkeypatch):
-    seconds = itertools.cycle([1.0, 0.01, 100.0])  # of a round without a draft, with gamma 1, with gamma 2
+    # Of a round without a draft, with gamma 1, with gamma 2.
+    seconds = itertools.cycle([1.0, 0.01, 100.0])
     monkeypatch.setattr(metrics, "mean_round_s", lambda generation: next(seconds))
     found = outcome(*SMALL, "scenario.steps=measured")
     assert {line["gamma"] for line in found.history} == {1}
-    assert all(line["predicted/speedup/gamma_1"] > 90 > 1 > line["predicted/speedup/gamma_2"] for line in found.history)
+    assert all(
+        line["predicted/speedup/gamma_1"] > 90 > 1 > line["predicted/speedup/gamma_2"]
+        for line in found.history
+    )
 
 
 def test_acceptance_is_that_of_prompts_of_their_own_lengths(monkeypatch):
-    """Rows are shorter than `scenario.context_lens`. Were rounds free, a schedule would propose as much as it can."""
+    """Rows are shorter than `scenario.context_lens`. Were rounds free, a schedule would propose as
+    much as it can.
+    """
     prompts = build.prompts
 
     def shorter(*arguments):
         whole = prompts(*arguments)
-        return replace(whole, tokens=[row[: len(row) - 20 - 2 * i] for i, row in enumerate(whole.tokens)])
+        return replace(
+            whole, tokens=[row[: len(row) - 20 - 2 * i] for i, row in enumerate(whole.tokens)]
+        )
 
     def equal(plan, scenario, contexts):
-        return {(rows, context): dict.fromkeys((0, 1, 2), 1.0) for rows in (1, 2) for context in contexts}
+        return {
+            (rows, context): dict.fromkeys((0, 1, 2), 1.0)
+            for rows in (1, 2)
+            for context in contexts
+        }
 
     monkeypatch.setattr(build, "prompts", shorter)
     monkeypatch.setattr(verify, "_predicted_steps", equal)
@@ -115,7 +138,9 @@ def test_where_every_row_ends_at_its_first_token_nothing_is_verified(monkeypatch
 def test_the_turns_of_a_small_batch_take_one_prompt_after_another(monkeypatch):
     opened: list[list[list[int]]] = []
     start = verify.NativeEngine.open
-    monkeypatch.setattr(verify.NativeEngine, "open", lambda self, rows: opened.append(rows) or start(self, rows))
+    monkeypatch.setattr(
+        verify.NativeEngine, "open", lambda self, rows: opened.append(rows) or start(self, rows)
+    )
     outcome(*SMALL, "scenario.context_lens=[128]", "scenario.repeats=3")
     *_, small, other, both = opened  # after what chooses the chunks of the prefill
     assert both == small + other
@@ -141,7 +166,10 @@ def test_what_cannot_be_verified_is_refused(keys, said):
         [],
         {},
         {"num_speculative_tokens_per_batch_size": []},
-        *({"num_speculative_tokens_per_batch_size": [row]} for row in ([1, 2], [1, 2, "3"], [1, 2, -3], 5)),
+        *(
+            {"num_speculative_tokens_per_batch_size": [row]}
+            for row in ([1, 2], [1, 2, "3"], [1, 2, -3], 5)
+        ),
     ],
 )
 def test_a_file_without_a_schedule_is_no_schedule(config):

@@ -42,7 +42,10 @@ def listening(app, engine, grace_s: int = 20):
 def serving(parts, num_slots: int, max_len: int, speculative: bool = True, tokenizer=None):
     """A server of the bundled model, and its address."""
     engine = AsyncEngine(Scheduler(Slots(parts[0], num_slots, max_len), speculative))
-    with listening(http.create_app(engine, tokenizer or parts[1], "tiny"), engine, grace_s=0) as (_, port):
+    with listening(http.create_app(engine, tokenizer or parts[1], "tiny"), engine, grace_s=0) as (
+        _,
+        port,
+    ):
         yield f"http://127.0.0.1:{port}"
 
 

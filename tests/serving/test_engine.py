@@ -1,4 +1,6 @@
-"""The asynchronous engine: many users at once, who come, leave early, and ask for what cannot be."""
+"""The asynchronous engine: many users at once, who come, leave early, and ask for what cannot
+be.
+"""
 
 import asyncio
 import gc
@@ -39,8 +41,12 @@ async def collect(stream) -> list[int]:
 
 
 async def test_many_at_once_each_with_its_own_tokens_and_stats(engine):
-    streams = [engine.generate(p, Params(n, ENDLESS)) for p, n in zip(PROMPTS, GENERATE, strict=True)]
-    with pytest.raises(UserError, match="the prompt has 200 tokens and max_tokens=64: together they may be 101"):
+    streams = [
+        engine.generate(p, Params(n, ENDLESS)) for p, n in zip(PROMPTS, GENERATE, strict=True)
+    ]
+    with pytest.raises(
+        UserError, match="the prompt has 200 tokens and max_tokens=64: together they may be 101"
+    ):
         engine.generate([1] * 200)
     assert await asyncio.gather(*map(collect, streams)) == expected()
     for stream, prompt, count in zip(streams, PROMPTS, GENERATE, strict=True):
@@ -51,7 +57,12 @@ async def test_many_at_once_each_with_its_own_tokens_and_stats(engine):
         assert sum(stats.inter_chunk_s) == pytest.approx(spent)
         assert len(stats.inter_chunk_s) <= count - 1
         if count == 1:
-            assert stats.time_per_output_token_s is stats.acceptance_rate is stats.acceptance_length is None
+            assert (
+                stats.time_per_output_token_s
+                is stats.acceptance_rate
+                is stats.acceptance_length
+                is None
+            )
         else:
             assert stats.time_per_output_token_s == pytest.approx(spent / (count - 1))
             assert 0 <= stats.acceptance_rate <= 1
@@ -59,7 +70,8 @@ async def test_many_at_once_each_with_its_own_tokens_and_stats(engine):
 
 
 async def test_chunks_are_what_rounds_commit():
-    async with AsyncEngine(Scheduler(slots_with("self", "full"))) as engine:  # every proposal is accepted
+    # Every proposal is accepted.
+    async with AsyncEngine(Scheduler(slots_with("self", "full"))) as engine:
         stream = engine.generate(PROMPTS[0], Params(20, ENDLESS))
         assert [len(chunk) async for chunk in stream] == [1, 5, 5, 5, 4]
     assert len(stream.stats.inter_chunk_s) == 4
@@ -95,7 +107,9 @@ async def test_letting_go_of_a_stream_cancels_its_request(engine):
 
 
 async def test_a_thousand_in_the_queue_do_no_harm(engine):
-    streams = [engine.generate(PROMPTS[i % 7], Params(GENERATE[i % 7], ENDLESS)) for i in range(1000)]
+    streams = [
+        engine.generate(PROMPTS[i % 7], Params(GENERATE[i % 7], ENDLESS)) for i in range(1000)
+    ]
     assert await asyncio.gather(*map(collect, streams[:14])) == expected() * 2
     for stream in streams[14:-1]:
         stream.cancel()
@@ -128,7 +142,9 @@ async def test_a_failure_reaches_everybody(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 async def test_soak():
-    """Two thousand requests of random lengths, a fifth of them cancelled: none lost, none mixed up, memory flat."""
+    """Two thousand requests of random lengths, a fifth of them cancelled: none lost, none mixed up,
+    memory flat.
+    """
     generator, resident, at_once = random.Random(0), [], asyncio.Semaphore(50)
 
     async def user(engine, number):

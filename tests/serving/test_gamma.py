@@ -1,4 +1,6 @@
-"""draft.gamma=auto while serving: the choice against the best fixed gamma, and lossless whatever is chosen."""
+"""draft.gamma=auto while serving: the choice against the best fixed gamma, and lossless whatever is
+chosen.
+"""
 
 import random
 
@@ -8,7 +10,16 @@ from magicdec.costmodel.speedup import omega
 from magicdec.serving.gamma import Chooser
 from magicdec.serving.request import Params, Request
 from magicdec.serving.scheduler import Scheduler
-from tests.serving.test_lossless import ENDLESS, GENERATE, LENGTHS, PAIRS, TARGET, expected, serve, slots_with
+from tests.serving.test_lossless import (
+    ENDLESS,
+    GENERATE,
+    LENGTHS,
+    PAIRS,
+    TARGET,
+    expected,
+    serve,
+    slots_with,
+)
 from tests.small import random_prompts
 
 GAMMAS = (0, 1, 2, 3, 5, 8)
@@ -26,7 +37,10 @@ def scheduler_of(draft: str, policy: str, seed: float, **settings) -> Scheduler:
 def test_any_gammas_give_the_tokens_of_each_request_alone(draft, policy):
     scheduler = scheduler_of(draft, policy, 1)
     assert scheduler.slots.gammas == (GAMMAS[1:] if draft == "hierarchical" else GAMMAS)
-    requests = [Request(p, Params(count, ENDLESS)) for p, count in zip(random_prompts(LENGTHS), GENERATE, strict=True)]
+    requests = [
+        Request(p, Params(count, ENDLESS))
+        for p, count in zip(random_prompts(LENGTHS), GENERATE, strict=True)
+    ]
     serve(scheduler, requests, 2)
     assert [request.tokens for request in requests] == expected()
 
@@ -42,12 +56,18 @@ def test_a_draft_that_is_always_right_stays_so_after_pauses(draft):
 
 
 def test_a_time_is_learned_for_the_rows_that_took_part(monkeypatch):
-    """Where the host reads a round late, a request that has ended is still a tenant of the next one, and rests."""
+    """Where the host reads a round late, a request that has ended is still a tenant of the next
+    one, and rests.
+    """
     scheduler, learned = scheduler_of("self", "full", 5, num_slots=2), []
     scheduler._lag = 1
-    monkeypatch.setattr(scheduler._chooser, "learn", lambda gamma, seconds, accepted: learned.append(len(accepted)))
+    monkeypatch.setattr(
+        scheduler._chooser, "learn", lambda gamma, seconds, accepted: learned.append(len(accepted))
+    )
     prompts = random_prompts([20, 31])
-    requests = [Request(p, Params(count, ENDLESS)) for p, count in zip(prompts, [24, 60], strict=True)]
+    requests = [
+        Request(p, Params(count, ENDLESS)) for p, count in zip(prompts, [24, 60], strict=True)
+    ]
     monkeypatch.setattr(Request, "count_round", lambda request, *_: took_part.append(request))
     took_part: list[Request] = []
     serve(scheduler, requests, 0)
@@ -56,14 +76,18 @@ def test_a_time_is_learned_for_the_rows_that_took_part(monkeypatch):
 
 
 class Machine:
-    """Rounds that take `fixed` and a share of each row, by parts: in units of an autoregressive step of one row."""
+    """Rounds that take `fixed` and a share of each row, by parts: in units of an autoregressive
+    step of one row.
+    """
 
     def __init__(self, alpha: float, draft: float, row: float, seed: int = 0):
         self.alpha, self.draft, self.row, self.random = alpha, draft, row, random.Random(seed)
 
     def seconds(self, rows: int, gamma: int) -> float:
         """Verification grows with rows and gamma, a draft step with rows."""
-        return 1 + self.row * rows * (1 + 0.5 * gamma) + gamma * (self.draft + 0.2 * self.row * rows)
+        return (
+            1 + self.row * rows * (1 + 0.5 * gamma) + gamma * (self.draft + 0.2 * self.row * rows)
+        )
 
     def round(self, rows: int, gamma: int) -> tuple[float, list[int]]:
         accepted = []

@@ -1,4 +1,6 @@
-"""The HTTP server, as its clients see it: a real one, on a port of this machine, with the bundled model."""
+"""The HTTP server, as its clients see it: a real one, on a port of this machine, with the bundled
+model.
+"""
 
 import asyncio
 import json
@@ -64,17 +66,27 @@ def test_a_completion_is_what_the_offline_decoder_writes(client, parts):
     expected = tokenizer.decode(tokens, skip_special_tokens=True)
     for prompt in (PROMPT, [PROMPT], ids, [ids]):
         answer = client.post("/v1/completions", json=body(prompt=prompt)).json()
-        assert answer["choices"] == [{"index": 0, "text": expected, "logprobs": None, "finish_reason": "length"}]
+        assert answer["choices"] == [
+            {"index": 0, "text": expected, "logprobs": None, "finish_reason": "length"}
+        ]
         usage = answer["usage"]
         proposals = usage.pop("completion_tokens_details")
-        assert usage == {"prompt_tokens": len(ids), "completion_tokens": 24, "total_tokens": len(ids) + 24}
-        accepted, rejected = (proposals[f"{name}_prediction_tokens"] for name in ("accepted", "rejected"))
+        assert usage == {
+            "prompt_tokens": len(ids),
+            "completion_tokens": 24,
+            "total_tokens": len(ids) + 24,
+        }
+        accepted, rejected = (
+            proposals[f"{name}_prediction_tokens"] for name in ("accepted", "rejected")
+        )
         assert accepted + rejected == 3 * proposals["rounds"] > 0
         assert 0 < accepted < 24
     answer = client.post("/v1/completions", json=body(return_token_ids=True)).json()
     assert answer["choices"][0]["token_ids"] == tokens
     streamed = events(client, stream_options={"include_usage": True}, return_token_ids=True)
-    assert [token for event in streamed[:-1] for token in event["choices"][0]["token_ids"]] == tokens
+    assert [
+        token for event in streamed[:-1] for token in event["choices"][0]["token_ids"]
+    ] == tokens
     assert "".join(event["choices"][0]["text"] for event in streamed[:-1]) == expected
     reasons = [event["choices"][0]["finish_reason"] for event in streamed[:-1]]
     assert reasons == [None] * (len(reasons) - 1) + ["length"]
@@ -84,9 +96,13 @@ def test_a_completion_is_what_the_offline_decoder_writes(client, parts):
 
 @pytest.mark.parametrize("stop", ["\n", "self", "name", " = "])
 def test_nothing_behind_a_stop_string_is_sent_or_counted(client, parts, stop):
-    """The last token is the one that completes the stop string: the answer of a server without a draft."""
+    """The last token is the one that completes the stop string: the answer of a server without a
+    draft.
+    """
     _, tokenizer = parts
-    whole = client.post("/v1/completions", json=body(return_token_ids=True, max_tokens=60, ignore_eos=True)).json()
+    whole = client.post(
+        "/v1/completions", json=body(return_token_ids=True, max_tokens=60, ignore_eos=True)
+    ).json()
     tokens = whole["choices"][0]["token_ids"]
     texts = [tokenizer.decode(tokens[:count]) for count in range(len(tokens) + 1)]
     last = next((count for count, text in enumerate(texts) if stop in text), None)
@@ -102,8 +118,12 @@ def test_nothing_behind_a_stop_string_is_sent_or_counted(client, parts, stop):
     assert metric(client, "magicdec_generation_tokens_total") == counted + last
     usage = {"include_usage": True, "continuous_usage_stats": True}
     *streamed, final = events(client, stream_options=usage, **asked)
-    assert [token for event in streamed for token in event["choices"][0]["token_ids"]] == tokens[:last]
-    assert final["usage"] == answer["usage"], "rounds behind the end are not counted, however far the engine was"
+    assert [token for event in streamed for token in event["choices"][0]["token_ids"]] == tokens[
+        :last
+    ]
+    assert final["usage"] == answer["usage"], (
+        "rounds behind the end are not counted, however far the engine was"
+    )
     sent = 0
     for event in streamed[:-1]:
         sent += len(event["choices"][0]["token_ids"])
@@ -112,7 +132,9 @@ def test_nothing_behind_a_stop_string_is_sent_or_counted(client, parts, stop):
 
 def test_a_seed_makes_a_sample_again(client):
     def sampled(seed):
-        return client.post("/v1/completions", json=body(temperature=1.0, top_p=0.9, seed=seed)).json()["choices"]
+        return client.post(
+            "/v1/completions", json=body(temperature=1.0, top_p=0.9, seed=seed)
+        ).json()["choices"]
 
     assert sampled(1) == sampled(1) != sampled(2)
 
@@ -132,8 +154,16 @@ def message(response, status: int) -> str:
     [
         ({"model": "gpt"}, 404, "model='gpt' is not served here; tiny is"),
         ({"prompt": "word " * 3000}, 400, "together they may be 2,048"),
-        ({"prompt": [1] * 2048}, 400, "the prompt has 2,048 tokens and max_tokens=24: together they may be 2,048"),
-        ({"prompt": "word " * 20_000}, 413, "the request is over 81,920 bytes; it may be 2,048 tokens long"),
+        (
+            {"prompt": [1] * 2048},
+            400,
+            "the prompt has 2,048 tokens and max_tokens=24: together they may be 2,048",
+        ),
+        (
+            {"prompt": "word " * 20_000},
+            413,
+            "the request is over 81,920 bytes; it may be 2,048 tokens long",
+        ),
         ({"prompt": [5000]}, 400, "outside of the vocabulary"),
         ({"prompt": ""}, 400, "the prompt is empty"),
         ({"prompt": []}, 400, "the prompt is empty"),
@@ -154,7 +184,11 @@ def message(response, status: int) -> str:
         ({"stop": [5]}, 400, "stop=[5]: must be a text or a list of texts that are not empty"),
         ({"stop": list("abcde")}, 400, "at most 4 stop strings"),
         ({"max_token": 5}, 400, "max_token=5: not supported; leave it out"),
-        ({"stream_options": {"usage": True}}, 400, "stream_options.usage=True: not supported; leave it out"),
+        (
+            {"stream_options": {"usage": True}},
+            400,
+            "stream_options.usage=True: not supported; leave it out",
+        ),
     ],
 )
 def test_what_cannot_be_done_gets_its_status(client, changes, status, said):
@@ -171,12 +205,20 @@ def test_what_cannot_be_done_gets_its_status(client, changes, status, said):
         (b"[" * 50_000, "Invalid JSON: recursion limit"),
         (b'{"model": "tiny", "prompt": "\xff"}', "Invalid JSON"),
         (b'{"model": "tiny", "prompt": "a\\ud800"}', "Invalid JSON"),
-        (b'{"model": "tiny", "prompt": "a", "temperature": NaN}', "temperature=nan: must be 0 (greedy) or"),
-        (b'{"model": "tiny", "prompt": "a", "seed": 1' + b"0" * 5000 + b"}", "Invalid JSON: number out of range"),
+        (
+            b'{"model": "tiny", "prompt": "a", "temperature": NaN}',
+            "temperature=nan: must be 0 (greedy) or",
+        ),
+        (
+            b'{"model": "tiny", "prompt": "a", "seed": 1' + b"0" * 5000 + b"}",
+            "Invalid JSON: number out of range",
+        ),
     ],
 )
 def test_what_is_not_a_request_is_refused(client, content, said):
-    response = client.post("/v1/completions", content=content, headers={"content-type": "application/json"})
+    response = client.post(
+        "/v1/completions", content=content, headers={"content-type": "application/json"}
+    )
     assert said in message(response, 400)
 
 
@@ -188,13 +230,33 @@ def test_all_errors_have_the_same_shape(client):
     assert message(client.get("/v1/completions"), 405) == "Method Not Allowed"
 
 
-EDGES = [-(1 << 64), -1, 0, 0.5, 1, (1 << 31) - 1, 1 << 31, (1 << 63) - 1, 1 << 63, 1 << 64, 10**400, 1e-300, 1e308]
+EDGES = [
+    -(1 << 64),
+    -1,
+    0,
+    0.5,
+    1,
+    (1 << 31) - 1,
+    1 << 31,
+    (1 << 63) - 1,
+    1 << 63,
+    1 << 64,
+    10**400,
+    1e-300,
+    1e308,
+]
 LIMITED = ["max_tokens", "temperature", "top_p", "top_k", "seed", "gamma"]
 FIELDS = [*Completion.model_fields, *NEUTRAL, "logprobs", "anything"]
 ANYTHING = st.recursive(
     # Characters without exception: lone surrogates, too.
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(exclude_categories=())),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(st.characters(exclude_categories=())),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=2)
+    ),
     max_leaves=4,
 )
 
@@ -202,7 +264,9 @@ ANYTHING = st.recursive(
 def check_survival(client, changes: dict) -> None:
     """Whatever a request says, it is answered or refused, and the engine goes on."""
     content = json.dumps(body(max_tokens=2, temperature=1) | changes)
-    response = client.post("/v1/completions", content=content, headers={"content-type": "application/json"})
+    response = client.post(
+        "/v1/completions", content=content, headers={"content-type": "application/json"}
+    )
     if response.status_code != 200:
         assert response.status_code in (400, 404, 413)
         message(response, response.status_code)
@@ -229,13 +293,23 @@ def test_no_field_harms_the_server(client):
 @pytest.mark.parametrize(
     ("kind", "fields", "said"),
     [
-        (Completion, {"prompt": "a"} | {f"k{i}": 0 for i in range(100_000)}, "k0=0: not supported; leave it out"),
+        (
+            Completion,
+            {"prompt": "a"} | {f"k{i}": 0 for i in range(100_000)},
+            "k0=0: not supported; leave it out",
+        ),
         (Chat, {"messages": [{}] * 100_000}, "messages.0.role: is required"),
-        (Chat, {"messages": [{"role": "user", "content": [0] * 100_000}]}, "messages.0.content=[0, 0, "),
+        (
+            Chat,
+            {"messages": [{"role": "user", "content": [0] * 100_000}]},
+            "messages.0.content=[0, 0, ",
+        ),
     ],
 )
 def test_a_body_full_of_mistakes_costs_little(kind, fields, said):
-    """One mistake is described, and no more are collected: all of these would take a second and a gigabyte."""
+    """One mistake is described, and no more are collected: all of these would take a second and a
+    gigabyte.
+    """
     content = json.dumps({"model": "tiny"} | fields)
     tracemalloc.start()
     try:
@@ -265,7 +339,13 @@ def test_a_client_that_leaves_frees_its_slot(client, stream):
     else:
         with pytest.raises(httpx.ReadTimeout):
             client.post("/v1/completions", json=asked, timeout=0.5)
-    until(lambda: metric(client, "magicdec_requests_running") == metric(client, "magicdec_requests_waiting") == 0)
+    until(
+        lambda: (
+            metric(client, "magicdec_requests_running")
+            == metric(client, "magicdec_requests_waiting")
+            == 0
+        )
+    )
     until(lambda: metric(client, cancelled) == before + 1)
 
 
@@ -273,8 +353,13 @@ def test_a_client_that_leaves_frees_its_slot(client, stream):
 async def local(parts, tokenizer=None, **settings):
     """An engine, and a client of its app on the same event loop."""
     engine = AsyncEngine(Scheduler(Slots(parts[0], 1, 256)))
-    transport = httpx.ASGITransport(http.create_app(engine, tokenizer or parts[1], "tiny", **settings))
-    async with engine, httpx.AsyncClient(transport=transport, base_url="http://test", timeout=None) as client:
+    transport = httpx.ASGITransport(
+        http.create_app(engine, tokenizer or parts[1], "tiny", **settings)
+    )
+    async with (
+        engine,
+        httpx.AsyncClient(transport=transport, base_url="http://test", timeout=None) as client,
+    ):
         yield engine, client
 
 
@@ -290,7 +375,9 @@ async def test_a_prompt_is_tokenised_while_the_server_goes_on(parts):
         assert may_answer.wait(20)
         return [1, 2, 3]
 
-    tokenizer = SimpleNamespace(encode=encode, decode=lambda tokens, skip_special_tokens: "x" * len(tokens))
+    tokenizer = SimpleNamespace(
+        encode=encode, decode=lambda tokens, skip_special_tokens: "x" * len(tokens)
+    )
     async with local(parts, tokenizer) as (_, client):
         answer = asyncio.create_task(complete(client, max_tokens=2))
         while not asked.is_set():
@@ -313,7 +400,9 @@ async def test_the_queue_has_a_bound(parts):
 async def test_a_failed_request_is_answered_and_the_next_one_served(parts, monkeypatch):
     async with local(parts) as (engine, client):
         with monkeypatch.context() as patch:
-            patch.setattr(engine.scheduler.slots, "seat", Mock(side_effect=OverflowError("too large")))
+            patch.setattr(
+                engine.scheduler.slots, "seat", Mock(side_effect=OverflowError("too large"))
+            )
             assert message(await complete(client), 500) == "the request has failed"
         assert (await complete(client)).status_code == 200
 
@@ -326,7 +415,9 @@ async def test_a_request_that_never_arrives_gives_its_place_back(parts, monkeypa
     monkeypatch.setattr(http, "BODY_S", 0.05)
     async with local(parts, max_waiting=0) as (_, client):
         json_type = {"content-type": "application/json"}
-        said = message(await client.post("/v1/completions", content=never(), headers=json_type), 408)
+        said = message(
+            await client.post("/v1/completions", content=never(), headers=json_type), 408
+        )
         assert said == "the request did not arrive within 0.05 s"
         assert (await complete(client)).status_code == 200
 
@@ -352,7 +443,9 @@ async def test_waiting_for_an_answer_does_not_poll():
 
     received, stream = [], Stream([1], Params(), asyncio.get_running_loop())
     request = Request({"type": "http", "method": "POST", "headers": []}, receive)
-    answer = http.Answer(Completion(model="tiny", prompt="a"), stream, {}, http.StoppableText(None), Mock())
+    answer = http.Answer(
+        Completion(model="tiny", prompt="a"), stream, {}, http.StoppableText(None), Mock()
+    )
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(answer.whole(request), 0.3)
     assert len(received) == 1
@@ -364,11 +457,18 @@ def test_what_else_it_tells(client):
     assert (described["id"], described["max_model_len"]) == ("tiny", 2048)
     assert 0 <= time.time() - described["created"] < 3600
     tokens = metric(client, "magicdec_generation_tokens_total")
-    client.post("/v1/completions", json=body(max_tokens=7, ignore_eos=True, prompt=[*range(9, 109)]))
+    client.post(
+        "/v1/completions", json=body(max_tokens=7, ignore_eos=True, prompt=[*range(9, 109)])
+    )
     assert metric(client, "magicdec_generation_tokens_total") == tokens + 7
-    accepted, proposed = (metric(client, f"magicdec_{name}_tokens_total") for name in ("accepted", "proposed"))
+    accepted, proposed = (
+        metric(client, f"magicdec_{name}_tokens_total") for name in ("accepted", "proposed")
+    )
     assert 0 < accepted < proposed
-    by_position = [metric(client, f'magicdec_accepted_tokens_per_position_total{{position="{i}"}}') for i in range(3)]
+    by_position = [
+        metric(client, f'magicdec_accepted_tokens_per_position_total{{position="{i}"}}')
+        for i in range(3)
+    ]
     assert sum(by_position) == accepted
     assert metric(client, "magicdec_rounds_total") * 3 >= proposed
     assert by_position == sorted(by_position, reverse=True)
@@ -388,7 +488,9 @@ def test_half_a_character_is_held_back(parts):
 
 def test_it_listens_on_loopback_unless_told_otherwise(monkeypatch, capsys):
     heard = []
-    monkeypatch.setattr(serve.Server, "run", lambda server: heard.append((server.config.host, server.config.port)))
+    monkeypatch.setattr(
+        serve.Server, "run", lambda server: heard.append((server.config.host, server.config.port))
+    )
     assert serve.main([*SETTINGS, "batch.size=1", "batch.context_len=256"]) == 0
     assert heard == [("127.0.0.1", 8000)]
     for mistake, said in (

@@ -26,8 +26,16 @@ TWO = [
 
 def test_metrics_by_hand():
     metrics = load_metrics(TWO, seconds=2.0, latency_ms=250.0, first_token_ms=600.0)
-    expected = {"tokens_per_second": 8 / 2.0, "tokens_per_second_per_user": (4 + 10) / 2, "requests_per_second": 1.0}
-    expected |= {"wall_s": 2.0, "time_to_first_token_ms": 750.0, "time_to_first_token_ms_p50": 750.0}
+    expected = {
+        "tokens_per_second": 8 / 2.0,
+        "tokens_per_second_per_user": (4 + 10) / 2,
+        "requests_per_second": 1.0,
+    }
+    expected |= {
+        "wall_s": 2.0,
+        "time_to_first_token_ms": 750.0,
+        "time_to_first_token_ms_p50": 750.0,
+    }
     expected |= {"time_to_first_token_ms_p90": 950.0, "time_to_first_token_ms_p99": 995.0}
     expected |= {"inter_chunk_latency_ms": 400.0, "inter_chunk_latency_ms_p50": 500.0}
     expected |= {"time_per_output_token_ms": 175.0, "request_latency_ms": 1350.0}
@@ -40,7 +48,8 @@ def test_metrics_by_hand():
 def test_a_single_token_has_a_time_to_the_first_one_alone():
     metrics = load_metrics([request(0.0, [(0.25, 1)])], 1.0)
     assert metrics["time_to_first_token_ms_p99"] == metrics["request_latency_ms"] == 250.0
-    assert metrics["time_per_output_token_ms"] != metrics["time_per_output_token_ms"]  # NaN: there is none
+    # NaN: there is none.
+    assert metrics["time_per_output_token_ms"] != metrics["time_per_output_token_ms"]
 
 
 class Waiting:
@@ -71,7 +80,9 @@ JOBS = [RequestSpec([number], Params()) for number in range(20)]
 
 def test_a_closed_loop_keeps_so_many_busy_and_no_more():
     engine, told = Waiting(0.005), []
-    requests, seconds = asyncio.run(under_load(engine, JOBS, Load("concurrency", 4), 0, told.append))
+    requests, seconds = asyncio.run(
+        under_load(engine, JOBS, Load("concurrency", 4), 0, told.append)
+    )
     assert engine.most == 4
     assert [r.prompt for r in requests] == [job.prompt for job in JOBS]
     assert sum(told) == 20
@@ -83,6 +94,8 @@ def test_an_open_loop_does_not_wait_for_answers():
     requests, _ = asyncio.run(under_load(engine, JOBS, Load("rate", 200.0), 3, lambda _: None))
     assert engine.most > 4
     assert [r.prompt for r in requests] == [job.prompt for job in JOBS]
-    gaps = [after - before for before, after in zip(engine.started, engine.started[1:], strict=False)]
+    gaps = [
+        after - before for before, after in zip(engine.started, engine.started[1:], strict=False)
+    ]
     assert 0.02 < sum(gaps) < 0.5  # 19 gaps of 5 ms in the mean
     assert max(gaps) > 2 * min(gaps)

@@ -1,4 +1,6 @@
-"""Served tokens equal those of the same request alone: any draft, policy, arrival order, gamma and neighbours."""
+"""Served tokens equal those of the same request alone: any draft, policy, arrival order, gamma and
+neighbours.
+"""
 
 import copy
 import functools
@@ -31,7 +33,14 @@ MAX_LEN = 101
 
 def slots_with(draft: str, policy: str, num_slots: int = 3, target=TARGET, **settings) -> Slots:
     model = small_drafter(draft, target, 0.05)
-    keys = {"gamma": 4, "budget": 16, "num_sink": 2, "page_size": 4, "refresh": 2, "prefill_chunk": 16}
+    keys = {
+        "gamma": 4,
+        "budget": 16,
+        "num_sink": 2,
+        "page_size": 4,
+        "refresh": 2,
+        "prefill_chunk": 16,
+    }
     keys |= {"draft_model": model} | settings
     return Slots(new_engine(target, draft_name=draft, policy=policy, **keys), num_slots, MAX_LEN)
 
@@ -54,7 +63,10 @@ def alone(prompt: list[int], count: int, target=TARGET) -> list[int]:
 
 @functools.cache
 def expected() -> list[list[int]]:
-    return [alone(prompt, count) for prompt, count in zip(random_prompts(LENGTHS), GENERATE, strict=True)]
+    return [
+        alone(prompt, count)
+        for prompt, count in zip(random_prompts(LENGTHS), GENERATE, strict=True)
+    ]
 
 
 @pytest.mark.parametrize(("draft", "policy"), PAIRS)
@@ -82,11 +94,15 @@ def test_any_arrival_order_gives_the_tokens_of_each_alone(draft, policy):
     slots = slots_with(draft, policy) if draft != "none" else slots_with("none", "full", gamma=0)
     gammas = [None, 0, 1, 4] if draft != "none" else [None]
     params = [Params(count, ENDLESS, gamma=generator.choice(gammas)) for count in GENERATE]
-    requests = [Request(prompt, p) for prompt, p in zip(random_prompts(LENGTHS), params, strict=True)]
+    requests = [
+        Request(prompt, p) for prompt, p in zip(random_prompts(LENGTHS), params, strict=True)
+    ]
     serve(Scheduler(slots), generator.sample(requests, len(requests)), generator.random())
     assert [request.tokens for request in requests] == expected()
     assert {request.end for request in requests} == {"length"}
-    assert all(accepted <= proposed for request in requests for proposed, accepted in request.rounds)
+    assert all(
+        accepted <= proposed for request in requests for proposed, accepted in request.rounds
+    )
 
 
 @pytest.mark.gpu
@@ -96,7 +112,10 @@ def test_requests_served_on_a_gpu_get_the_tokens_of_each_alone(policy, graphs):
     target = small_model().cuda()
     slots = slots_with("self", policy, target=target, graphs=graphs)
     prompts = random_prompts(LENGTHS)
-    requests = [Request(prompt, Params(count, ENDLESS)) for prompt, count in zip(prompts, GENERATE, strict=True)]
+    requests = [
+        Request(prompt, Params(count, ENDLESS))
+        for prompt, count in zip(prompts, GENERATE, strict=True)
+    ]
     serve(Scheduler(slots), requests[:], 1.0)
     assert [request.tokens for request in requests] == [
         alone(prompt, count, target) for prompt, count in zip(prompts, GENERATE, strict=True)
@@ -114,23 +133,34 @@ def damped(model: Transformer) -> Transformer:
 
 @pytest.mark.parametrize(("draft", "policy"), PAIRS)
 def test_a_slot_drafts_what_the_request_alone_would(draft, policy):
-    """The draft's state moves with the request: as many proposals are accepted as on a slot of its own."""
+    """The draft's state moves with the request: as many proposals are accepted as on a slot of its
+    own.
+    """
     target = damped(TARGET) if DRAFTS[draft].facts.listens else TARGET
     # Cycles of rounds, where they are longer, are of all rows together.
     settings = {"refresh": 1, "budget": 24, "target": target}
     prompts = random_prompts([30, 45, 27], seed=2)
-    apart, together = ([Request(prompt, Params(8, ENDLESS)) for prompt in prompts] for _ in range(2))
+    apart, together = (
+        [Request(prompt, Params(8, ENDLESS)) for prompt in prompts] for _ in range(2)
+    )
     for request in apart:
         serve(Scheduler(slots_with(draft, policy, 1, **settings)), [request], 0)
     serve(Scheduler(slots_with(draft, policy, 2, **settings)), together, 1)
     counts = [[request.rounds for request in requests] for requests in (apart, together)]
     assert counts[0] == counts[1]
-    assert draft in ("ngram", "layer_skip") or any(accepted for rounds in counts[0] for _, accepted in rounds)
+    assert draft in ("ngram", "layer_skip") or any(
+        accepted for rounds in counts[0] for _, accepted in rounds
+    )
 
 
 def test_acceptance_is_counted_as_offline():
-    """Rows that stop at an end of sequence, at the limit, and at both: the same metrics for the same tokens."""
-    prompts, settings = random_prompts([30, 41, 52, 33, 28, 36, 45, 31]), {"policy": "streaming", "gamma": 4}
+    """Rows that stop at an end of sequence, at the limit, and at both: the same metrics for the
+    same tokens.
+    """
+    prompts, settings = (
+        random_prompts([30, 41, 52, 33, 28, 36, 45, 31]),
+        {"policy": "streaming", "gamma": 4},
+    )
     plain = [alone(prompt, 24) for prompt in prompts]
     target = small_model(eos_token_ids=(plain[1][5],))
     settings |= {"draft_name": "self", "budget": 32, "num_sink": 2}
@@ -144,17 +174,20 @@ def test_acceptance_is_counted_as_offline():
     ended_B = torch.tensor([request.end == "stop" for request in requests])
     assert cut_RB[:, ended_B].any()  # there is something to leave out,
     assert cut_RB[:, ~ended_B].any()  # and something to count
-    assert acceptance(sum((request.rounds for request in requests), Rounds())) == acceptance_metrics([offline])
+    assert acceptance(
+        sum((request.rounds for request in requests), Rounds())
+    ) == acceptance_metrics([offline])
     accepted = [sum(accepted for _, accepted in request.rounds.elements()) for request in requests]
     assert [request.stats.accepted for request in requests] == accepted
 
 
 @pytest.mark.parametrize(
-    ("draft", "policy", "trained"), [*(("self", p, 512) for p in POLICIES), ("model", "streaming", 64)]
+    ("draft", "policy", "trained"),
+    [*(("self", p, 512) for p in POLICIES), ("model", "streaming", 64)],
 )
 def test_every_tensor_with_rows_changes_hands(draft, policy, trained):
-    """The names of tensors say where rows are, so that no policy can forget one of its own. A draft that was trained
-    for less than its slots hold keeps more of them.
+    """The names of tensors say where rows are, so that no policy can forget one of its own. A draft
+    that was trained for less than its slots hold keeps more of them.
     """
     window = {"sliding_window": 16, "sliding_layers": (1,)}
     model = small_model(max_position_embeddings=trained, **window)
@@ -183,7 +216,10 @@ def tensors(node, prefix=""):
         if torch.is_tensor(value) and "B" in name.rpartition("_")[2]:
             yield f"{prefix}{name}", value
         for index, part in enumerate(value if isinstance(value, list) else [value]):
-            if type(part).__module__.startswith("magicdec.cache") and type(part).__name__ != "CacheSpec":
+            if (
+                type(part).__module__.startswith("magicdec.cache")
+                and type(part).__name__ != "CacheSpec"
+            ):
                 yield from tensors(part, f"{prefix}{name}{index}.")
 
 
@@ -201,12 +237,17 @@ def test_closed_slots_hold_no_memory():
 
 
 def test_sampling_depends_on_the_seed_of_a_request_alone():
-    """Greedy and sampled requests share rounds; each gets what the offline decoder writes with its settings."""
+    """Greedy and sampled requests share rounds; each gets what the offline decoder writes with its
+    settings.
+    """
     prompts = random_prompts([20, 31, 12, 44, 27])
     settings = [Sampling(), Sampling(1.0, seed=3), Sampling(0.7, top_k=5, seed=4)]
     settings += [Sampling(1.3, top_p=0.8, seed=4), Sampling()]
     pairs = list(zip(prompts, settings, strict=True))
-    plain = [open_batch(TARGET, [p], generate_len=15, sampling=s).decoder.generate().tokens[0] for p, s in pairs]
+    plain = [
+        open_batch(TARGET, [p], generate_len=15, sampling=s).decoder.generate().tokens[0]
+        for p, s in pairs
+    ]
     slots, tokens = slots_with("model", "streaming", num_slots=2), []
     for seed, speculative in ((0, False), (1, True), (2, True)):
         requests = [Request(p, Params(15, replace(s, ignore_eos=True))) for p, s in pairs]
@@ -220,7 +261,9 @@ def test_sampling_depends_on_the_seed_of_a_request_alone():
 def test_rounds_are_greedy_again_once_the_sampled_requests_have_gone():
     """Sorting the vocabulary for nobody would cost every round to come."""
     slots, (prompt,) = slots_with("self", "streaming"), random_prompts([20])
-    for slot, sampling in enumerate((Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0))):
+    for slot, sampling in enumerate(
+        (Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0))
+    ):
         slots.prefill(prompt, Params(20, replace(sampling, ignore_eos=True)), True, lambda _: None)
         slots.seat(slot)
     for slot, is_greedy in ((1, False), (2, True)):
@@ -233,9 +276,14 @@ def test_an_end_of_sequence_frees_the_slot():
     prompts = random_prompts([30, 41, 52])
     eos = alone(prompts[0], 24)[7]
     target = small_model(eos_token_ids=(eos,))
-    requests = [Request(p, Params(24)) for p in prompts] + [Request(prompts[0], Params(24, ENDLESS))]
+    requests = [Request(p, Params(24)) for p in prompts] + [
+        Request(prompts[0], Params(24, ENDLESS))
+    ]
     serve(Scheduler(slots_with("self", "full", 1, target=target)), list(requests), 0)
-    assert [r.tokens for r in requests] == [*(alone(p, 24, target) for p in prompts), alone(prompts[0], 24)]
+    assert [r.tokens for r in requests] == [
+        *(alone(p, 24, target) for p in prompts),
+        alone(prompts[0], 24),
+    ]
     assert requests[0].end == "stop"
     assert requests[3].end == "length"
 

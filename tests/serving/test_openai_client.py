@@ -12,7 +12,10 @@ TEMPLATE = """{% for message in messages %}\
 {% if message.role == 'robot' %}{{ raise_exception('no robots') }}{% endif %}\
 # {{ message.role }}: {{ message.content }}
 {% endfor %}{% if add_generation_prompt %}def {% endif %}"""
-MESSAGES = [{"role": "system", "content": "Write Python."}, {"role": "user", "content": "Name the class."}]
+MESSAGES = [
+    {"role": "system", "content": "Write Python."},
+    {"role": "user", "content": "Name the class."},
+]
 PROMPT = "# system: Write Python.\n# user: Name the class.\ndef "
 
 
@@ -41,7 +44,12 @@ def completed(chat: openai.OpenAI, **settings) -> openai.types.Completion:
 
 
 def chatted(chat: openai.OpenAI, **settings):
-    settings = {"model": "tiny", "messages": MESSAGES, "max_completion_tokens": 40, "temperature": 0} | settings
+    settings = {
+        "model": "tiny",
+        "messages": MESSAGES,
+        "max_completion_tokens": 40,
+        "temperature": 0,
+    } | settings
     return chat.chat.completions.create(**settings)
 
 
@@ -50,15 +58,23 @@ def test_a_chat_is_a_completion_of_the_template(chat, whole):
     (choice,) = answer.choices
     assert (choice.message.role, choice.message.content) == ("assistant", whole)
     assert (answer.object, choice.finish_reason) == ("chat.completion", "length")
-    parts = [MESSAGES[0], {"role": "user", "content": [{"type": "text", "text": MESSAGES[1]["content"]}]}]
-    assert chatted(chat, messages=parts, n=1, logprobs=False, stop=[]).choices[0].message.content == whole
+    parts = [
+        MESSAGES[0],
+        {"role": "user", "content": [{"type": "text", "text": MESSAGES[1]["content"]}]},
+    ]
+    assert (
+        chatted(chat, messages=parts, n=1, logprobs=False, stop=[]).choices[0].message.content
+        == whole
+    )
     details = answer.usage.completion_tokens_details
     assert 0 < details.accepted_prediction_tokens < answer.usage.completion_tokens == 40
     events = list(chatted(chat, stream=True, stream_options={"include_usage": True}))
     assert {event.object for event in events} == {"chat.completion.chunk"}
     *texts, last = events
     assert "".join(event.choices[0].delta.content for event in texts) == whole
-    assert [event.choices[0].delta.role for event in texts] == ["assistant"] + [None] * (len(texts) - 1)
+    assert [event.choices[0].delta.role for event in texts] == ["assistant"] + [None] * (
+        len(texts) - 1
+    )
     assert (last.usage, last.choices) == (answer.usage, [])
 
 
@@ -78,7 +94,10 @@ def test_a_stop_string_ends_an_answer_wherever_it_begins(chat, whole, start, len
     assert "".join(event.choices[0].text for event in events) == expected
     assert events[-1].choices[0].finish_reason == "stop"
     answer = chatted(chat, stop=stop)
-    assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (expected, "stop")
+    assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (
+        expected,
+        "stop",
+    )
 
 
 def test_a_stop_string_frees_the_slot_and_is_counted_as_a_stop(chat, whole):
@@ -95,9 +114,18 @@ def test_a_stop_string_frees_the_slot_and_is_counted_as_a_stop(chat, whole):
         ({"n": 2}, "n=2: not supported; leave it out"),
         ({"messages": []}, "messages=[]: must not be empty"),
         ({"messages": [{"role": "user"}]}, "messages.0.content: is required"),
-        ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content=5: must be a text or a list of parts"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "must be a text or a list of parts of"),
-        ({"messages": [{"role": "robot", "content": "a"}]}, "messages: the model's template refuses them: no robots"),
+        (
+            {"messages": [{"role": "user", "content": 5}]},
+            "messages.0.content=5: must be a text or a list of parts",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "must be a text or a list of parts of",
+        ),
+        (
+            {"messages": [{"role": "robot", "content": "a"}]},
+            "messages: the model's template refuses them: no robots",
+        ),
         ({"tools": [{"type": "function"}]}, "not supported; leave it out"),
         ({"max_completion_tokens": 500}, "together they may be 512"),
     ],
@@ -109,5 +137,7 @@ def test_what_a_chat_cannot_be(chat, settings, said):
 
 
 def test_a_model_without_a_template_says_so(client):
-    with pytest.raises(openai.BadRequestError, match="model=tiny has no chat template; send a prompt to"):
+    with pytest.raises(
+        openai.BadRequestError, match="model=tiny has no chat template; send a prompt to"
+    ):
         chatted(client_of(str(client.base_url).rstrip("/")))

@@ -1,4 +1,6 @@
-"""The scheduler: whose turn it is, and what becomes of requests that leave, fail, or cannot be served."""
+"""The scheduler: whose turn it is, and what becomes of requests that leave, fail, or cannot be
+served.
+"""
 
 from unittest.mock import Mock
 
@@ -8,7 +10,16 @@ from magicdec.errors import UserError
 from magicdec.serving.request import Params, Request
 from magicdec.serving.scheduler import Scheduler
 from magicdec.verification.sampling import Sampling
-from tests.serving.test_lossless import ENDLESS, GENERATE, LENGTHS, TARGET, alone, expected, serve, slots_with
+from tests.serving.test_lossless import (
+    ENDLESS,
+    GENERATE,
+    LENGTHS,
+    TARGET,
+    alone,
+    expected,
+    serve,
+    slots_with,
+)
 from tests.small import VOCAB, noisy_copy, random_prompts
 
 TOO_LARGE = OverflowError("too large")
@@ -16,7 +27,9 @@ TOO_LARGE = OverflowError("too large")
 
 def endless(lengths, count, **settings) -> list[Request]:
     """Requests for so many tokens, whose prompts have these lengths."""
-    return [Request(prompt, Params(count, ENDLESS, **settings)) for prompt in random_prompts(lengths)]
+    return [
+        Request(prompt, Params(count, ENDLESS, **settings)) for prompt in random_prompts(lengths)
+    ]
 
 
 def submitted(slots, requests, speculative=True) -> Scheduler:
@@ -45,7 +58,8 @@ def test_the_drafts_prefill_counts_like_the_targets():
     scheduler.step()
     scheduler.submit(Request(random_prompts([64])[0], Params(2)))
     before = len(first.tokens)
-    scheduler.step()  # a whole prefill: 64 tokens of the target, 63 of the draft, and at least one of h2o's scoring
+    # A whole prefill: 64 tokens of the target, 63 of the draft, and at least one of h2o's scoring.
+    scheduler.step()
     assert len(first.tokens) - before >= 16
 
 
@@ -60,7 +74,8 @@ def test_a_round_follows_a_chunk_for_every_free_slot(speculative, monkeypatch):
     for _ in range(5):
         scheduler.step()
     first, second = [8] * 5, [8, 8, 8, "round"] * 2 + [8, 8]  # nobody runs; three slots are free
-    third, fourth = [5, "round"], [8, "round", 8, "round", 4, "round"]  # two are free; one is, and then none
+    # Two are free; one is, and then none.
+    third, fourth = [5, "round"], [8, "round", 8, "round", 4, "round"]
     assert events == first + second + third + fourth
 
 
@@ -78,7 +93,8 @@ def test_a_cancelled_request_frees_its_slot_before_the_next_round(monkeypatch):
 
     with monkeypatch.context() as patch:
         on_chunks(patch, slots, told)
-        scheduler.step()  # frees the first's slot, and drops the second in the middle of its prefill
+        # Frees the first's slot, and drops the second in the middle of its prefill.
+        scheduler.step()
     assert (first.end, second.end) == ("cancelled", "cancelled")
     assert chunks == [16, 16]
     assert second.tokens == []
@@ -101,9 +117,15 @@ def test_proposals_are_counted_by_the_gamma_of_their_request():
     slots = slots_with("self", "full")  # every proposal is accepted, and no round is cut
     gammas = [None, 0, 1, 2]
     prompts = random_prompts([30] * 4)
-    requests = [Request(p, Params(31, ENDLESS, gamma=gamma)) for p, gamma in zip(prompts, gammas, strict=True)]
+    requests = [
+        Request(p, Params(31, ENDLESS, gamma=gamma))
+        for p, gamma in zip(prompts, gammas, strict=True)
+    ]
     serve(Scheduler(slots), list(requests), 0)
-    counts = [(request.stats.proposed, request.stats.accepted, request.stats.acceptance_length) for request in requests]
+    counts = [
+        (request.stats.proposed, request.stats.accepted, request.stats.acceptance_length)
+        for request in requests
+    ]
     assert counts == [(24, 24, 5), (0, 0, None), (15, 15, 2), (20, 20, 3)]
 
 
@@ -127,7 +149,10 @@ def test_closing_ends_a_prefill_at_its_next_chunk(monkeypatch):
 @pytest.mark.parametrize("part", ["prefill", "seat"])
 def test_a_request_that_fails_fails_alone(part, monkeypatch):
     slots = slots_with("self", "streaming", num_slots=2)
-    requests = [Request(p, Params(n, ENDLESS)) for p, n in zip(random_prompts(LENGTHS), GENERATE, strict=True)]
+    requests = [
+        Request(p, Params(n, ENDLESS))
+        for p, n in zip(random_prompts(LENGTHS), GENERATE, strict=True)
+    ]
     guilty = requests[3]
     works = getattr(slots, part)
 
@@ -143,7 +168,9 @@ def test_a_request_that_fails_fails_alone(part, monkeypatch):
     serve(scheduler, [request for request in requests if request is not guilty], 1)
     assert (guilty.end, guilty.tokens) == ("failed", [])
     assert guilty.error is TOO_LARGE
-    assert [r.tokens for r in requests if r is not guilty] == [e for e in expected() if e is not expected()[3]]
+    assert [r.tokens for r in requests if r is not guilty] == [
+        e for e in expected() if e is not expected()[3]
+    ]
 
 
 def test_a_failure_ends_slots_that_other_processes_share(monkeypatch):
@@ -195,7 +222,11 @@ def test_a_request_whose_logits_are_not_finite_fails_alone():
     ("prompt", "params", "said"),
     [
         ([], {}, "the prompt is empty"),
-        ([1] * 90, {"max_tokens": 12}, "the prompt has 90 tokens and max_tokens=12: together they may be 101"),
+        (
+            [1] * 90,
+            {"max_tokens": 12},
+            "the prompt has 90 tokens and max_tokens=12: together they may be 101",
+        ),
         ([61], {}, "outside of the vocabulary of 61"),
         ([1], {"gamma": 5}, "gamma=5: must be at most 4"),
         ([1], {"max_tokens": 0}, "max_tokens=0: must be at least 1"),
@@ -203,8 +234,16 @@ def test_a_request_whose_logits_are_not_finite_fails_alone():
         ([1], {"sampling": Sampling(temperature=float("nan"))}, "temperature=nan: must be 0"),
         ([1], {"sampling": Sampling(top_p=0.0)}, "top_p=0.0: must be from 1e-30 to 1"),
         ([1], {"sampling": Sampling(top_p=1e-300)}, "top_p=1e-300: must be from 1e-30 to 1"),
-        ([1], {"sampling": Sampling(top_k=1 << 63)}, "top_k=9223372036854775808: must be at least 1 and below"),
-        ([1], {"sampling": Sampling(seed=1 << 63)}, "seed=9223372036854775808: must be at least 0 and below"),
+        (
+            [1],
+            {"sampling": Sampling(top_k=1 << 63)},
+            "top_k=9223372036854775808: must be at least 1 and below",
+        ),
+        (
+            [1],
+            {"sampling": Sampling(seed=1 << 63)},
+            "seed=9223372036854775808: must be at least 0 and below",
+        ),
     ],
 )
 def test_what_cannot_be_served_is_refused(prompt, params, said):

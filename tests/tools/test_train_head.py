@@ -1,4 +1,6 @@
-"""Training a head: the acceptance on held-out text rises, and an interrupted training resumes where it was."""
+"""Training a head: the acceptance on held-out text rises, and an interrupted training resumes where
+it was.
+"""
 
 import importlib
 import itertools
@@ -16,14 +18,27 @@ STEPS, MORE = 30, 5  # of one second each
 
 @pytest.fixture
 def train(monkeypatch, tmp_path):
-    """Train for some steps on a text that repeats itself; return the facts that are written next to the head."""
+    """Train for some steps on a text that repeats itself; return the facts that are written next to
+    the head.
+    """
     monkeypatch.syspath_prepend("tools")
     module = importlib.import_module("train_head")
     ids = np.tile(np.random.default_rng(0).integers(3, 1000, 48), 100)
     corpus = module.Corpus(None, {"stdlib": ids}, {"stdlib": ids[:1000]}, {})
     monkeypatch.setattr(module.Corpus, "load", lambda *_: corpus)
     windows = module.training_window
-    size = ["--context", "256", "--piece", "128", "--vocabulary", "64", "--mlp", "64", "--lr-share", "0.3"]
+    size = [
+        "--context",
+        "256",
+        "--piece",
+        "128",
+        "--vocabulary",
+        "64",
+        "--mlp",
+        "64",
+        "--lr-share",
+        "0.3",
+    ]
 
     def run(steps: int, *more: str, interrupted_at: int | None = None) -> dict:
         def window(corpus, number, context):
@@ -34,8 +49,17 @@ def train(monkeypatch, tmp_path):
         monkeypatch.setattr(module, "training_window", window)
         clock = itertools.count()
         monkeypatch.setattr("time.monotonic", lambda: float(next(clock)))
-        folders = ["--target", str(TARGET), "--out", str(tmp_path / "head"), "--work", str(tmp_path / "work")]
-        monkeypatch.setattr("sys.argv", ["train_head.py", *folders, *size, "--minutes", str(steps / 60), *more])
+        folders = [
+            "--target",
+            str(TARGET),
+            "--out",
+            str(tmp_path / "head"),
+            "--work",
+            str(tmp_path / "work"),
+        ]
+        monkeypatch.setattr(
+            "sys.argv", ["train_head.py", *folders, *size, "--minutes", str(steps / 60), *more]
+        )
         module.main()
         return json.loads((tmp_path / "head" / "training.json").read_text())
 

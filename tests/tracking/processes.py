@@ -1,6 +1,8 @@
-"""Programs that send runs to W&B, without the credentials and settings of the user who runs the tests.
+"""Programs that send runs to W&B, without the credentials and settings of the user who runs the
+tests.
 
-Each is a process of its own, because W&B keeps a service and credentials per process, and because its output is read.
+Each is a process of its own, because W&B keeps a service and credentials per process, and because
+its output is read.
 """
 
 import os
@@ -23,7 +25,7 @@ for _ in range(int(sys.argv[3])):
     run = Run.open(sys.argv[1], sys.argv[4], config)
     run.finish(METRICS, GENERATIONS, HISTORY, SAMPLES, SYSTEM)
     print(json.dumps(asdict(wandb.log_run(FinishedRun(run.folder, config, run.result))), default=str))
-"""
+"""  # noqa: E501
 
 # To be put before: W&B's service is killed where tables would be logged.
 KILL = """
@@ -35,13 +37,14 @@ def kill(*arguments):
     children = subprocess.run(["pgrep", "-P", str(os.getpid()), "-f", "wandb-core"], capture_output=True, text=True)
     os.kill(int(children.stdout.split()[0]), signal.SIGKILL)
 wandb._log_tables = kill
-"""
+"""  # noqa: E501
 
 
 def start(*arguments, home, cwd=ROOT, **environment):
     env = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
     env |= {"HOME": str(home), "NETRC": str(home / "netrc"), "PYTHONPATH": str(ROOT)}
-    env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"  # for `wandb agent`, which starts python
+    # For `wandb agent`, which starts python.
+    env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
     return Program(*arguments, cwd=cwd, env=env | environment)
 
 

@@ -1,4 +1,6 @@
-"""Run files damaged in some hundreds of ways: every command says so in a line, and shows the rest of the store."""
+"""Run files damaged in some hundreds of ways: every command says so in a line, and shows the rest
+of the store.
+"""
 
 import csv
 import json
@@ -19,11 +21,32 @@ from magicdec.tracking.store import Run
 from tests.tracking.sample import CONFIG, METRICS, ROUNDS, SAMPLE, with_changes
 from tests.tracking.stores import data_of
 
-GENERATION = {"row": 0, "context_len": 9, "autoregressive": [5, 6], "speculative": [*range(7)], "rounds": ROUNDS}
-LEVELS = [{"concurrency": n, "speculative/tokens_per_second": 10.0 * n, "speedup": 1.5} for n in (1, 2)]
+GENERATION = {
+    "row": 0,
+    "context_len": 9,
+    "autoregressive": [5, 6],
+    "speculative": [*range(7)],
+    "rounds": ROUNDS,
+}
+LEVELS = [
+    {"concurrency": n, "speculative/tokens_per_second": 10.0 * n, "speedup": 1.5} for n in (1, 2)
+]
 FILES = ("result.json", "config.yaml", "samples.jsonl", "generations.jsonl", "history.jsonl")
 ODD = [None, True, -1, 7, 0.5, 2**70, 10**400, float("nan"), float("inf")]
-ODD += ["", "x", "\x1b[31m", "\ud800", "\u2028", "\u202e", [], {}, [[]], [None], {"\x1b": 1}, {"a": {"b": [1]}}]
+ODD += [
+    "",
+    "x",
+    "\x1b[31m",
+    "\ud800",
+    "\u2028",
+    "\u202e",
+    [],
+    {},
+    [[]],
+    [None],
+    {"\x1b": 1},
+    {"a": {"b": [1]}},
+]
 TORN = [b"", b"\x00", b"\xff", b"\x1b[2J", b"\n", b"{", b"]", b": ", b"&a [*a, *a]", b"9" * 5000]
 TORN += [b"[" * 40_000, b"- " * 40_000]  # an overflow of libyaml's stack
 BATCHES, DAMAGED = 5, 50
@@ -41,13 +64,20 @@ def tear(content, rng):
 
 
 def alter(content, rng):
-    """Replace or remove a value, at any depth, of a JSON or YAML document or of a line of several."""
-    places = [(content, key) for key in (content if isinstance(content, dict) else range(len(content)))]
+    """Replace or remove a value, at any depth, of a JSON or YAML document or of a line of
+    several.
+    """
+    places = [
+        (content, key) for key in (content if isinstance(content, dict) else range(len(content)))
+    ]
     while places:
         node, key = rng.choice(places)
         if not isinstance(node[key], dict | list) or not node[key] or rng.random() < 0.3:
             break
-        places = [(node[key], inner) for inner in (node[key] if isinstance(node[key], dict) else range(len(node[key])))]
+        places = [
+            (node[key], inner)
+            for inner in (node[key] if isinstance(node[key], dict) else range(len(node[key])))
+        ]
     if rng.random() < 0.3:
         del node[key]
     else:
@@ -89,14 +119,22 @@ def store(request, tmp_path):
 
 @pytest.fixture
 def run(capfd, caplog):
-    """Run a command line and check that nothing but text reaches the terminal, and one line of it is the error."""
+    """Run a command line and check that nothing but text reaches the terminal, and one line of it
+    is the error.
+    """
 
     def check(main, *arguments):
         code = main([str(argument) for argument in arguments])
         out, err = capfd.readouterr()
-        lines = [*out.split("\n"), *err.split("\n"), *(record.getMessage() for record in caplog.records)]
+        lines = [
+            *out.split("\n"),
+            *err.split("\n"),
+            *(record.getMessage() for record in caplog.records),
+        ]
         assert all(line.isprintable() for line in lines), arguments
-        assert [line.startswith("error: ") for line in err.splitlines()].count(True) == (code == 2), err
+        assert [line.startswith("error: ") for line in err.splitlines()].count(True) == (
+            code == 2
+        ), err
         return out
 
     return check
@@ -104,7 +142,9 @@ def run(capfd, caplog):
 
 @pytest.mark.slow
 def test_damaged_runs_are_a_line_each_and_the_rest_is_shown(store, run, monkeypatch):
-    names = sorted(path.name for path in store.iterdir() if path.name.isprintable() and path.name != "sweeps")
+    names = sorted(
+        path.name for path in store.iterdir() if path.name.isprintable() and path.name != "sweeps"
+    )
     for name in names:
         run(show.main, store / name)
         run(report, "compare", store / "a0", store / name, "--all")
@@ -120,7 +160,9 @@ def test_damaged_runs_are_a_line_each_and_the_rest_is_shown(store, run, monkeypa
     parquet = ["--parquet", store / "runs.parquet"] if find_spec("pyarrow") else []
     run(report, store, "--html", store / "page.html", "--csv", store / "runs.csv", *parquet)
     with (store / "runs.csv").open() as file:
-        rows = [(row["id"], row["load.concurrency"], row["speedup"]) for row in csv.DictReader(file)]
+        rows = [
+            (row["id"], row["load.concurrency"], row["speedup"]) for row in csv.DictReader(file)
+        ]
     expected = [("a0", "", str(METRICS["speedup"])), ("a1", "1", "1.5"), ("a1", "2", "1.5")]
     assert [row for row in rows if row[0] in ("a0", "a1")] == expected
     assert {"a0", "a1"} <= set(data_of((store / "page.html").read_text())["columns"]["id"])

@@ -14,7 +14,9 @@ T_95 = {2: 4.302653}  # Student's t with 2 degrees of freedom, from a table
 
 
 def store(runs_dir, speedups, **groups):
-    """Store a run whose rows all take 1 s speculatively, and in each repeat this many autoregressively."""
+    """Store a run whose rows all take 1 s speculatively, and in each repeat this many
+    autoregressively.
+    """
     config = with_changes(**groups) | {"runs_dir": str(runs_dir)}
     name = "-".join(str(value) for group in groups.values() for value in group.values())
     run = Run.open(runs_dir, f"run{name}".replace("-", "x"), config)
@@ -40,9 +42,13 @@ def test_the_winner_with_its_interval_and_what_was_held_constant(tmp_path):
     logs = [log(one) for one in best]
     half = T_95[2] * stdev(logs) / sqrt(3)
     low, high = (exp(fmean(logs) + sign * half) for sign in (-1, 1))
-    winner = f"cache.budget=128 is the fastest, 1.52x per row (95% interval {low:.2f}x to {high:.2f}x)"
+    winner = (
+        f"cache.budget=128 is the fastest, 1.52x per row (95% interval {low:.2f}x to {high:.2f}x)"
+    )
     winner += f" and 1.71x per batch ({low:.2f}x to {high:.2f}x)"
-    held = "held constant: model tiny, machine Some CPU @ 2.90GHz, batch 8, context 4096, text stdlib"
+    held = (
+        "held constant: model tiny, machine Some CPU @ 2.90GHz, batch 8, context 4096, text stdlib"
+    )
     assert said(tmp_path) == [winner, held]
 
 
@@ -50,22 +56,27 @@ def test_what_cannot_be_distinguished(tmp_path):
     for budget, first in ((128, 1.52), (256, 1.51), (64, 1.505), (96, 1.5), (32, 1.495), (16, 1.2)):
         store(tmp_path, [first - 0.02, first, first + 0.02], cache={"budget": budget})
     line = said(tmp_path)[0]
-    assert line.startswith("not distinguishable: cache.budget=128, 1.52x per row (95% interval 1.47x to 1.57x) and ")
+    assert line.startswith(
+        "not distinguishable: cache.budget=128, 1.52x per row (95% interval 1.47x to 1.57x) and "
+    )
     assert line.endswith("cache.budget=256, cache.budget=64, cache.budget=96, 1 other")
 
 
 def test_what_is_not_faster_than_the_baseline(tmp_path):
     store(tmp_path, [0.98, 1.00, 1.02], cache={"budget": 128})
     store(tmp_path, [0.50, 0.51, 0.52], cache={"budget": 64})
-    assert said(tmp_path)[0].endswith("; not faster than autoregressive decoding by more than noise")
+    assert said(tmp_path)[0].endswith(
+        "; not faster than autoregressive decoding by more than noise"
+    )
 
 
 def test_too_few_repeats_have_no_interval(tmp_path):
     store(tmp_path, [1.5, 1.5], cache={"budget": 128})
     store(tmp_path, [1.2, 1.2], cache={"budget": 64})
-    assert said(tmp_path)[0] == (
-        "cache.budget=128 was the fastest, 1.50x per row and 1.71x per batch; how sure that is takes at least 4 rows "
-        "and 3 repeats (scenario.repeats) to tell"
+    assert (
+        said(tmp_path)[0]
+        == "cache.budget=128 was the fastest, 1.50x per row and 1.71x per batch; how sure that is"
+        " takes at least 4 rows and 3 repeats (scenario.repeats) to tell"
     )
 
 

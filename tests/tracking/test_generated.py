@@ -13,7 +13,10 @@ from magicdec.tracking.show import main
 from tests.tracking.sample import ROUNDS, SAMPLE, TOKENS
 from tests.tracking.stores import write_run
 
-GENERATIONS = [{"row": i, "context_len": 9, "speculative": [5, 6, 7, 8, 9, 10, 11], "rounds": ROUNDS} for i in (0, 1)]
+GENERATIONS = [
+    {"row": i, "context_len": 9, "speculative": [5, 6, 7, 8, 9, 10, 11], "rounds": ROUNDS}
+    for i in (0, 1)
+]
 
 
 @pytest.fixture
@@ -22,7 +25,9 @@ def folder(tmp_path):
     folder = tmp_path / "abc"
     write_run(tmp_path, folder.name)
     (folder / "samples.jsonl").write_text(json.dumps(SAMPLE) + "\n")
-    (folder / "generations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in GENERATIONS))
+    (folder / "generations.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in GENERATIONS)
+    )
     return folder
 
 
@@ -52,7 +57,9 @@ def test_no_token_is_lost_or_repeated(accepted, cut):
     whole = [str(i) for i in range(1 + sum(n + 1 for n in accepted))]
     tokens = whole[: max(len(whole) - min(cut, accepted[-1] if accepted else 0), 1)]
     found = by_round(tokens, [(4, n) for n in accepted])
-    flat = [token for one in found for token in [*one["accepted"], one["bonus"]] if token is not None]
+    flat = [
+        token for one in found for token in [*one["accepted"], one["bonus"]] if token is not None
+    ]
     assert flat == tokens
     assert [len(one["accepted"]) for one in found[1:-1]] == accepted[:-1]
 
@@ -96,7 +103,9 @@ def test_mistakes_are_one_line(show, folder):
 
 def test_a_run_without_rounds_shows_its_text(show, folder):
     """Such as that of another engine."""
-    (folder / "samples.jsonl").write_text(json.dumps({"row": 0, "autoregressive": "written", "speculative": None}))
+    (folder / "samples.jsonl").write_text(
+        json.dumps({"row": 0, "autoregressive": "written", "speculative": None})
+    )
     out = show("abc")
     assert "continuation, autoregressive\nwritten" in out
     assert "round" not in out

@@ -22,14 +22,18 @@ MACHINE = "3,GPU-5,7"
 
 def wants(tensor_parallel=1, device="auto", scenario="compare"):
     hardware = SimpleNamespace(tensor_parallel=tensor_parallel, device=device)
-    return SimpleNamespace(hardware=hardware, scenario=SimpleNamespace(predicts=scenario in ("predict", "plan")))
+    return SimpleNamespace(
+        hardware=hardware, scenario=SimpleNamespace(predicts=scenario in ("predict", "plan"))
+    )
 
 
 FORK = multiprocessing.get_context("fork")
 
 
 class SweepJob:
-    """A job in a process of its own: `begun` is set once it has its GPUs, which it keeps until `end` is set."""
+    """A job in a process of its own: `begun` is set once it has its GPUs, which it keeps until
+    `end` is set.
+    """
 
     def __init__(self, path, config, own_process=True):
         self.path, self.begun, self.end = path, FORK.Event(), FORK.Event()
@@ -147,7 +151,10 @@ def test_a_launcher_that_gives_a_job_some_of_the_threads_is_refused(
 ):
     monkeypatch.setattr(threads, "usual", lambda: 4)
     monkeypatch.setenv(gpus.VISIBLE, visible)
-    said = rf"^hydra/launcher={launcher}: gives each job some of the 4 threads; .*{re.escape(remedy or '')}$"
+    said = (
+        rf"^hydra/launcher={launcher}: gives each job some of the 4 threads;"
+        rf" .*{re.escape(remedy or '')}$"
+    )
     with pytest.raises(UserError, match=said) if remedy else nullcontext():
         gpus.refuse_a_share(wanted, launcher, settings)
 
@@ -156,7 +163,9 @@ def test_gpus_are_known_by_what_does_not_depend_on_who_asks(monkeypatch):
     """In a container or under Slurm, two processes may each call another GPU number 0."""
     listed = "GPU 0: NVIDIA H200 (UUID: GPU-4ce)\nGPU 1: NVIDIA H200 (UUID: GPU-b01)\n"
     monkeypatch.setattr(gpus.shutil, "which", lambda name: name)
-    monkeypatch.setattr(gpus.subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 0, listed))
+    monkeypatch.setattr(
+        gpus.subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 0, listed)
+    )
     monkeypatch.delenv(gpus.VISIBLE, raising=False)
     assert gpus.visible_gpus() == {"0": "GPU-4ce", "1": "GPU-b01"}
     monkeypatch.setenv(gpus.VISIBLE, "1, GPU-4ce")

@@ -1,4 +1,6 @@
-"""The page in a real browser: charts are drawn, filters work, what must not mix is apart, nothing is fetched."""
+"""The page in a real browser: charts are drawn, filters work, what must not mix is apart, nothing
+is fetched.
+"""
 
 import json
 import re
@@ -13,9 +15,22 @@ from magicdec.tracking.report.charts import PARTS
 from magicdec.tracking.report.rows import read_rows
 from tests.tracking.stores import data_of, write_load, write_store
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
-FLAGS += ["--disable-component-update", "--disable-sync", "--virtual-time-budget=5000", "--dump-dom"]
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
+FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--no-first-run",
+    "--disable-background-networking",
+]
+FLAGS += [
+    "--disable-component-update",
+    "--disable-sync",
+    "--virtual-time-budget=5000",
+    "--dump-dom",
+]
 NUMBER = 400
 browser = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (apt-get install chromium)")
 # Marks of one kind in one chart, such as numMarks("steps", "rect"); and what the tests look at.
@@ -26,8 +41,14 @@ const text = (id) => document.getElementById(id).textContent;
 const shownPanels = () => [...document.querySelectorAll("article")].filter((a) => !a.hidden).map((a) => a.id);
 const pick = (id, value) => { const s = $(id); s.value = value; s.dispatchEvent(new Event("input")); };
 const numShown = () => Number(document.body.dataset.shown);
-"""
-FIXED = {"overhead_ms": 5.0, "round_ms": 35.0, "target_decode_ms": 10.0, "draft_ms": 5.0, "verify_ms": 20.0}
+"""  # noqa: E501
+FIXED = {
+    "overhead_ms": 5.0,
+    "round_ms": 35.0,
+    "target_decode_ms": 10.0,
+    "draft_ms": 5.0,
+    "verify_ms": 20.0,
+}
 
 
 @pytest.fixture(scope="module")
@@ -39,15 +60,30 @@ def html(tmp_path_factory):
 
 @pytest.fixture
 def look(tmp_path):
-    """Return the values of JavaScript expressions, one after the other, in the page of some rows (or in a page)."""
+    """Return the values of JavaScript expressions, one after the other, in the page of some rows
+    (or in a page).
+    """
 
     def in_browser(rows, *expressions, state=""):
-        path, html = tmp_path / "page.html", rows if isinstance(rows, str) else page.html_page(rows, "a page")
+        path, html = (
+            tmp_path / "page.html",
+            rows if isinstance(rows, str) else page.html_page(rows, "a page"),
+        )
         steps = "".join(f"found.push({expression}); await wait();" for expression in expressions)
         steps = f"await ready; await wait(); {steps}"
-        deed = f"{HELPERS}(async () => {{ const found = []; {steps} document.title = JSON.stringify(found); }})();"
-        path.write_text(html.replace("</body>", f"<script>{deed}</script></body>"), encoding="utf-8")
-        command = [CHROMIUM, *FLAGS, f"--user-data-dir={tmp_path / 'user'}", f"file://{path}{state and '#' + state}"]
+        deed = (
+            f"{HELPERS}(async () => {{ const found = []; {steps} document.title ="
+            " JSON.stringify(found); })();"
+        )
+        path.write_text(
+            html.replace("</body>", f"<script>{deed}</script></body>"), encoding="utf-8"
+        )
+        command = [
+            CHROMIUM,
+            *FLAGS,
+            f"--user-data-dir={tmp_path / 'user'}",
+            f"file://{path}{state and '#' + state}",
+        ]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr
         title = re.search(r"<title>(.*?)</title>", done.stdout, re.S)[1]
@@ -58,11 +94,15 @@ def look(tmp_path):
 
 def done(number, **values):
     """A row of a run that is done; double underscores are dots."""
-    return {"id": f"run{number}", "status": "done"} | {key.replace("__", "."): v for key, v in values.items()}
+    return {"id": f"run{number}", "status": "done"} | {
+        key.replace("__", "."): v for key, v in values.items()
+    }
 
 
 def rows_of(key, values, **others):
-    return [done(i, **{key: value}, speedup=0.8 + i / 10, **others) for i, value in enumerate(values)]
+    return [
+        done(i, **{key: value}, speedup=0.8 + i / 10, **others) for i, value in enumerate(values)
+    ]
 
 
 def test_the_page_is_self_contained(html):
@@ -77,8 +117,14 @@ def test_the_page_is_self_contained(html):
 
 def test_values_that_are_no_numbers_do_not_break_the_page():
     """JSON has no NaN: a browser would read nothing at all."""
-    rows = [done(i, acceptance_rate=rate) for i, rate in enumerate((float("nan"), float("inf"), 0.5))]
-    assert data_of(page.html_page(rows, "a page"))["columns"]["acceptance_rate"] == [None, None, 0.5]
+    rows = [
+        done(i, acceptance_rate=rate) for i, rate in enumerate((float("nan"), float("inf"), 0.5))
+    ]
+    assert data_of(page.html_page(rows, "a page"))["columns"]["acceptance_rate"] == [
+        None,
+        None,
+        0.5,
+    ]
 
 
 @browser
@@ -95,10 +141,20 @@ def test_charts_are_drawn(look, html):
         "numShown()",
         "(set({ 'pick:acceptance/source': '' }), [numShown(), text('runs').includes('synthetic')])",
     )
-    assert panels == ["fastest", "chart1", "chart2", "pareto", "prediction", "steps", "runs"], "none under load"
+    assert panels == [
+        "fastest",
+        "chart1",
+        "chart2",
+        "pareto",
+        "prediction",
+        "steps",
+        "runs",
+    ], "none under load"
     assert lines == 3, "policies"
     assert dots > 300
-    assert parts == 3 * 2 * 5 + 2 * 5, "parts of a round, measured and predicted, by batch; and the tokens' times"
+    assert parts == 3 * 2 * 5 + 2 * 5, (
+        "parts of a round, measured and predicted, by batch; and the tokens' times"
+    )
     assert "cost model: median error" in prediction
     assert "measured speedup" in prediction
     assert (is_nan, fetched) == (False, 0)
@@ -114,8 +170,8 @@ def test_filters(look, html):
         "($('where').value = 'budget=64', $('where').dispatchEvent(new Event('input')))",
         "numShown()",
         "(pick('pick:cache.policy', 'snapkv'), numShown())",
-        "([...document.querySelectorAll('#runs th')].find((th) => th.textContent === 'batch.size').click(), "
-        "text('runs').includes('batch.size ↑'))",
+        "([...document.querySelectorAll('#runs th')].find((th) => th.textContent ==="
+        " 'batch.size').click(), text('runs').includes('batch.size ↑'))",
         "(set({ where: 'bugdet=4' }), text('mistake'))",
         "(set({ where: 'speedup>abc' }), text('mistake'))",
         "($('clear').click(), numShown())",
@@ -161,10 +217,19 @@ def test_one_swept_axis_is_a_line(look):
 @browser
 def test_the_best_gamma_is_a_map_over_batch_and_context(look):
     rows = [
-        done(i, batch__size=batch, batch__context_len=context, **{"predicted/gamma": gamma, "predicted/speedup": 1.1})
-        for i, (batch, context, gamma) in enumerate([(1, 1024, 1), (64, 1024, 1), (1, 8192, 2), (64, 8192, 5)])
+        done(
+            i,
+            batch__size=batch,
+            batch__context_len=context,
+            **{"predicted/gamma": gamma, "predicted/speedup": 1.1},
+        )
+        for i, (batch, context, gamma) in enumerate(
+            [(1, 1024, 1), (64, 1024, 1), (1, 8192, 2), (64, 8192, 5)]
+        )
     ]
-    cells, words = look(rows, "numMarks('chart1', 'rect')", "text('chart1')", state="value1=best+gamma&as=heat+map")
+    cells, words = look(
+        rows, "numMarks('chart1', 'rect')", "text('chart1')", state="value1=best+gamma&as=heat+map"
+    )
     assert cells == len(rows)
     assert "best gamma" in words
 
@@ -184,12 +249,19 @@ def test_a_click_on_a_cell_shows_its_runs_alone(look, html):
 
 
 def test_the_parts_of_a_round_are_those_that_were_timed():
-    """A choice of entries is part of what was timed, or is made once per sequence: it is never added."""
+    """A choice of entries is part of what was timed, or is made once per sequence: it is never
+    added.
+    """
     h2o = {f"time/{name}": value for name, value in FIXED.items()} | {"time/select_ms": 23_000.0}
-    quest = {f"predicted/{name}": value for name, value in FIXED.items()} | {"predicted/select_ms": 1.0}
+    quest = {f"predicted/{name}": value for name, value in FIXED.items()} | {
+        "predicted/select_ms": 1.0
+    }
     measured = page._judged(done(0, **h2o, acceptance_length=2.0))
     predicted = page._judged(done(1, **quest, **{"predicted/speedup": 2.0}))
-    for kind, found, tokens in (("measured", measured, 2.0 * 10), ("predicted", predicted, 2.0 * 35)):
+    for kind, found, tokens in (
+        ("measured", measured, 2.0 * 10),
+        ("predicted", predicted, 2.0 * 35),
+    ):
         parts = zip((*PARTS, "tokens"), (10, 20, 5, tokens), strict=True)
         assert found == {f"round/{kind}": dict(parts)}
     impossible = page._judged(done(2, **h2o | {"time/overhead_ms": -100.0, "time/round_ms": 30.0}))
@@ -198,7 +270,11 @@ def test_the_parts_of_a_round_are_those_that_were_timed():
 
 @browser
 def test_published_values_are_not_called_measured(look):
-    values = {"predicted/speedup": 1.5, "published/speedup": 1.4, "published/predicted_speedup": 1.6}
+    values = {
+        "predicted/speedup": 1.5,
+        "published/speedup": 1.4,
+        "published/predicted_speedup": 1.6,
+    }
     rows = [done(i, batch__size=size, **values) for i, size in enumerate((8, 32))]
     prediction, fastest = look(rows, "text('prediction')", "text('fastest')")
     assert "published speedup" in prediction
@@ -210,18 +286,32 @@ def test_published_values_are_not_called_measured(look):
 def test_what_is_assumed_is_not_recommended():
     """The largest alpha of a sweep over it is no configuration that one could choose."""
     rows = [
-        done(10 * alpha + gamma, scenario__alpha=alpha / 10, cache__budget=gamma, **{"predicted/speedup": speedup})
+        done(
+            10 * alpha + gamma,
+            scenario__alpha=alpha / 10,
+            cache__budget=gamma,
+            **{"predicted/speedup": speedup},
+        )
         for alpha, gamma, speedup in ((6, 1, 1.1), (6, 2, 1.2), (9, 1, 1.9), (9, 2, 1.8))
     ]
     found = answer(rows)
-    best = [(place.best["scenario.alpha"], place.best["cache.budget"], place.faster) for place in found.places]
+    best = [
+        (place.best["scenario.alpha"], place.best["cache.budget"], place.faster)
+        for place in found.places
+    ]
     assert best == [(0.6, 2, "speculative"), (0.9, 1, "speculative")]
     assert found.winner(found.top) == "cache.budget=1 is the fastest, predicted 1.90x per row"
 
 
 def test_a_noisy_run_is_no_answer_while_there_are_others():
     rows = [
-        done(batch + gamma, batch__size=batch, draft__gamma=gamma, speedup=speedup, speedup_spread=spread)
+        done(
+            batch + gamma,
+            batch__size=batch,
+            draft__gamma=gamma,
+            speedup=speedup,
+            speedup_spread=spread,
+        )
         for batch, gamma, speedup, spread in (
             (10, 1, 1.2, 0.01),
             (10, 2, 9.0, 0.5),
@@ -233,17 +323,26 @@ def test_a_noisy_run_is_no_answer_while_there_are_others():
     assert [place.best["speedup"] for place in found.places] == [1.2, 5.0]
     assert found.top.best["speedup"] == 1.2
     assert found.winner(found.top).endswith("; 1 noisy run above it: measure again")
-    assert found.winner(found.places[1]).endswith("; noisy: the speedup spreads over 40% between repeats")
+    assert found.winner(found.places[1]).endswith(
+        "; noisy: the speedup spreads over 40% between repeats"
+    )
 
 
 def test_the_page_answers_with_the_interval_and_what_was_held_constant():
     same = {"target__name": "tiny", "batch__size": 8, "speedup_wall": 1.1}
     rows = [
-        done(gamma, draft__gamma=gamma, speedup=s, **same) | {"speedup_ci95/low": s - 0.1, "speedup_ci95/high": s + 0.1}
+        done(gamma, draft__gamma=gamma, speedup=s, **same)
+        | {
+            "speedup_ci95/low": s - 0.1,
+            "speedup_ci95/high": s + 0.1,
+        }
         for gamma, s in ((1, 1.2), (2, 1.5))
     ]
     html = page.html_page(rows, "a page")
-    best = "draft.gamma=2 is the fastest, <b>1.50x per row (95% interval 1.40x to 1.60x) and 1.10x per batch</b>"
+    best = (
+        "draft.gamma=2 is the fastest, <b>1.50x per row (95% interval 1.40x to 1.60x) and 1.10x per"
+        " batch</b>"
+    )
     assert best in html
     assert "Held constant: target.name tiny, batch.size 8. Measure: time per output token" in html
     drawn = rows[0] | {"acceptance/source": "synthetic", "speedup": 9.0}
@@ -253,14 +352,20 @@ def test_the_page_answers_with_the_interval_and_what_was_held_constant():
 @browser
 def test_several_targets_and_predictions_are_apart(look):
     rows = rows_of("batch__size", (1, 2, 4), target__name="tiny", scenario__name="compare")
-    rows += [done(10 + i, target__name="large", scenario__name="predict", **{"predicted/speedup": 3.0}) for i in (1, 2)]
+    rows += [
+        done(10 + i, target__name="large", scenario__name="predict", **{"predicted/speedup": 3.0})
+        for i in (1, 2)
+    ]
     rows += [done(20, target__name="large", scenario__name="compare", speedup=9.0)]
     assert look(rows, "numShown()", "(set({ 'pick:target.name': '' }), numShown())") == [3, 4]
 
 
 def test_what_is_slower_than_autoregressive_is_not_recommended():
     speeds = {"speculative/tokens_per_second": 88.0, "autoregressive/tokens_per_second": 100.0}
-    html = page.html_page([done(i, draft__gamma=i, speedup=0.88, speedup_wall=0.8, **speeds) for i in (1, 2)], "a page")
+    html = page.html_page(
+        [done(i, draft__gamma=i, speedup=0.88, speedup_wall=0.8, **speeds) for i in (1, 2)],
+        "a page",
+    )
     assert "autoregressive, 100 tokens/s" in html
     assert "<b>0.88x per row and 0.80x per batch</b>" in html
     assert "; autoregressive decoding is faster" in html
@@ -291,15 +396,24 @@ def test_what_a_run_has_generated_is_shown_by_round(look, tmp_path):
         {"proposed": 2, "accepted": [" c", "at\u202e"], "bonus": "."},
     ]
     for name, number in (("one", 2), ("two", 1)):
-        sample = {"row": 0, "prompt_end": f"prompt of {name} ", "speculative": "", "rounds": rounds[:number]}
+        sample = {
+            "row": 0,
+            "prompt_end": f"prompt of {name} ",
+            "speculative": "",
+            "rounds": rounds[:number],
+        }
         (tmp_path / name).mkdir()
         (tmp_path / name / "samples.jsonl").write_text(json.dumps(sample))
-    rows = [done(i, folder=str(tmp_path / name), draft__gamma=i) for i, name in enumerate(("one", "two", "none"))]
+    rows = [
+        done(i, folder=str(tmp_path / name), draft__gamma=i)
+        for i, name in enumerate(("one", "two", "none"))
+    ]
     first, other, accepted, chosen = look(
         rows,
         "document.querySelector('#generated .text').textContent",
         "(pick('run', 'run0'), document.querySelector('#generated .text').textContent)",
-        "[...document.querySelectorAll('#generated .accepted')].map((s) => s.textContent).join('|')",
+        "[...document.querySelectorAll('#generated .accepted')].map((s) =>"
+        " s.textContent).join('|')",
         "$('run').options.length",
     )
     assert first == "prompt of two <b>", "the newest run first"

@@ -1,4 +1,6 @@
-"""Pictures by their pixels: marks are where the data are, and what would be blank or unfinished is refused."""
+"""Pictures by their pixels: marks are where the data are, and what would be blank or unfinished is
+refused.
+"""
 
 import os
 
@@ -11,9 +13,19 @@ from magicdec.tracking.report.picture import picture, placeholders
 from tests.pixels import changed, coloured, ink, spots
 from tests.programs import ROOT
 
-TITLES = {"x": "batch", "y": "gamma", "series": "context", "values": [1, 2, 4], "kinds": [], "caption": ["a chart"]}
+TITLES = {
+    "x": "batch",
+    "y": "gamma",
+    "series": "context",
+    "values": [1, 2, 4],
+    "kinds": [],
+    "caption": ["a chart"],
+}
 # The titles that assets/page.js gives to each kind of chart.
-ON_PAGE = {"line": {"x", "y", "series", "values", "kinds", "statistic"}, "heat": {"x", "y", "series", "statistic"}}
+ON_PAGE = {
+    "line": {"x", "y", "series", "values", "kinds", "statistic"},
+    "heat": {"x", "y", "series", "statistic"},
+}
 ON_PAGE |= {"trade": {"x", "y", "series"}, "agreement": {"x", "y"}, "parts": {"x"}}
 
 
@@ -57,10 +69,15 @@ def test_a_cell_of_a_map_is_where_its_batch_and_context_are():
         return drawn("heat", [cell for (x, of), y in values.items() for cell in points({x: y}, of)])
 
     before = chart(flat)
-    boxes = {place: changed(before, chart(flat | {place: 5})) for place in flat.keys() - spans.keys()}
+    boxes = {
+        place: changed(before, chart(flat | {place: 5})) for place in flat.keys() - spans.keys()
+    }
     left, top, right, bottom = boxes[batches[0], contexts[0]]
     width, height = 2 * SIZE[0] / 4, 2 * SIZE[1] / 2
-    assert (right - left, bottom - top) == (pytest.approx(width, rel=0.1), pytest.approx(height, rel=0.1))
+    assert (right - left, bottom - top) == (
+        pytest.approx(width, rel=0.1),
+        pytest.approx(height, rel=0.1),
+    )
     for (batch, context), box in boxes.items():
         corner = (left + batches.index(batch) * width, top + contexts.index(context) * height)
         assert box[:2] == pytest.approx(corner, abs=4)
@@ -75,7 +92,10 @@ def test_what_would_be_blank_or_unfinished_is_refused(capfd):
     warned["layer"][0]["encoding"]["opacity"]["type"] = "nominal"
     for spec, words in (
         (filled(template("heat"), unfinished, values), r"nothing was given for \$series$"),
-        (filled(template("heat", on_page=True), TITLES, values), r"nothing was given for \$statistic$"),
+        (
+            filled(template("heat", on_page=True), TITLES, values),
+            r"nothing was given for \$statistic$",
+        ),
         (unknown, "TypeError: .* is not a function"),
         (warned, "Channel opacity should not be used"),
         (filled(template("heat"), TITLES, []), marks),
@@ -88,7 +108,9 @@ def test_what_would_be_blank_or_unfinished_is_refused(capfd):
 
 
 def test_a_value_may_look_like_a_placeholder():
-    chart = picture(filled(template("line word word"), TITLES, points({"$HOME": 1.0}, series="$x")), "svg")
+    chart = picture(
+        filled(template("line word word"), TITLES, points({"$HOME": 1.0}, series="$x")), "svg"
+    )
     assert ">$HOME<" in chart.decode()
 
 
@@ -110,7 +132,9 @@ def test_the_page_fills_every_placeholder(name):
     assert {text.removeprefix("$") for text in placeholders(spec)} <= ON_PAGE[name.split()[0]]
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "docs").rglob("*.png")), ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "docs").rglob("*.png")), ids=lambda path: str(path.relative_to(ROOT))
+)
 def test_pictures_of_the_documentation_are_not_blank(path):
     assert ink(path) > 0.02
     assert coloured(path) > 0.001

@@ -17,11 +17,28 @@ from magicdec.tracking import show, store
 from magicdec.tracking.files import ROW, read_lines
 from magicdec.tracking.identity import run_id
 from magicdec.tracking.lock import locked
-from magicdec.tracking.reader import attempts, find_done, iter_runs, latest, load_run, noise, slowness
+from magicdec.tracking.reader import (
+    attempts,
+    find_done,
+    iter_runs,
+    latest,
+    load_run,
+    noise,
+    slowness,
+)
 from magicdec.tracking.report import __main__ as report
 from magicdec.tracking.report.rows import flatten, read_rows
 from magicdec.tracking.store import Run, software, source
-from tests.tracking.sample import CONFIG, GENERATIONS, HISTORY, METRICS, finished_run, lines, result_of, with_changes
+from tests.tracking.sample import (
+    CONFIG,
+    GENERATIONS,
+    HISTORY,
+    METRICS,
+    finished_run,
+    lines,
+    result_of,
+    with_changes,
+)
 
 
 def identity(config=CONFIG, fingerprints=None, device="a cpu"):
@@ -33,7 +50,10 @@ def identity(config=CONFIG, fingerprints=None, device="a cpu"):
 
 def test_id_is_short_and_ignores_order_number_format_and_where_and_in_which_company():
     assert re.fullmatch(r"[0-9a-f]{12}", identity())
-    shuffled = {key: dict(reversed(v.items())) if isinstance(v, dict) else v for key, v in reversed(CONFIG.items())}
+    shuffled = {
+        key: dict(reversed(v.items())) if isinstance(v, dict) else v
+        for key, v in reversed(CONFIG.items())
+    }
     assert identity(shuffled) == identity()
     written = [yaml.safe_load(text) for text in ("{rate: 1.0e-1, n: 1}", "{rate: 0.10, n: 1.0}")]
     assert identity(written[0]) == identity(written[1])
@@ -55,12 +75,15 @@ def test_id_ignores_in_which_folder_a_model_lies(key):
     def of(name, path, fingerprint):
         model = {"name": name, "path": path, "weights": "checkpoint"}
         changes = {"target": model} if key == "target" else {"draft": {"model": model}}
-        return identity(with_changes(**changes), {key: fingerprint} if fingerprint else {"other": "f00"})
+        return identity(
+            with_changes(**changes), {key: fingerprint} if fingerprint else {"other": "f00"}
+        )
 
     own = of("tiny", "magicdec/models/tiny/target", "f00")
     assert of("tiny", "/elsewhere", "f00") == own != of("tiny", "/elsewhere", "f01")
     assert of("a", "/data/a", "f00") == of("b", "/data/b", "f00") != of("a", "/data/a", "f01")
-    # Without weights the name decides: its architecture is in the configuration, its known acceptance follows from it.
+    # Without weights the name decides: its architecture is in the configuration, its known
+    # acceptance follows from it.
     for read in (None, "random"):
         assert of("tiny", "/elsewhere", read) == of("tiny", "magicdec/models/tiny/target", read)
         assert of("a", "/data/a", read) == of("a", "/data/b", read) != of("b", "/data/b", read)
@@ -86,7 +109,11 @@ def test_running_then_done(tmp_path):
     result = result_of(run)
     assert result == run.result
     assert {key: result[key] for key in METRICS} == METRICS
-    assert (result["status"], result["id"], result["attempt"]) == ("done", "abc", 1), "metrics cannot claim a status"
+    assert (result["status"], result["id"], result["attempt"]) == (
+        "done",
+        "abc",
+        1,
+    ), "metrics cannot claim a status"
     assert all(result[key] for key in ("python", "torch", "version"))
     assert "OMP_NUM_THREADS=1" in result["openmp"]
     assert result["started"] <= result["finished"]
@@ -100,7 +127,9 @@ def test_running_then_done(tmp_path):
 
 def test_what_json_cannot_hold_becomes_null(tmp_path):
     run = Run.open(tmp_path, "abc", CONFIG | {"path": tmp_path, "sizes": (1, 2)})
-    run.finish({"nan": float("nan"), "inf": float("-inf")}, [], [{"round": 0, "accepted": float("nan")}])
+    run.finish(
+        {"nan": float("nan"), "inf": float("-inf")}, [], [{"round": 0, "accepted": float("nan")}]
+    )
     assert (result_of(run)["nan"], result_of(run)["inf"]) == (None, None)
     assert lines(run.folder / "history.jsonl") == [{"round": 0, "accepted": None}]
     assert load_run(run.folder)["config"] == CONFIG | {"path": str(tmp_path), "sizes": [1, 2]}
@@ -120,9 +149,14 @@ def test_every_attempt_is_a_run_of_its_own(tmp_path):
     failed.fail("a bug: too much", "crashed", HISTORY * 2)
     third = Run.open(tmp_path, "abc", with_changes(batch={"size": 9}))
     third.finish({"speedup": 2.5}, GENERATIONS * 2, HISTORY)
-    assert content(first.folder) == before, "neither a failure nor a later result touches what was done"
+    assert content(first.folder) == before, (
+        "neither a failure nor a later result touches what was done"
+    )
     assert lines(failed.folder / "history.jsonl") == HISTORY * 2
-    assert (result_of(failed)["kind"], result_of(failed)["reason"]) == ("crashed", "a bug: too much")
+    assert (result_of(failed)["kind"], result_of(failed)["reason"]) == (
+        "crashed",
+        "a bug: too much",
+    )
     runs = list(iter_runs(tmp_path))
     assert [(run["id"], run["attempt"], run["status"], run.get("speedup")) for run in runs] == [
         ("abc", 1, "done", 1.5),
@@ -183,7 +217,9 @@ def test_a_done_attempt_is_found_by_its_software(tmp_path):
 
 
 def test_a_plugin_is_part_of_the_code(tmp_path, monkeypatch):
-    """A module, or a package with all its modules, outside this one that makes an entry in a registry."""
+    """A module, or a package with all its modules, outside this one that makes an entry in a
+    registry.
+    """
     monkeypatch.setattr(registry, "PLUGINS", {})
     monkeypatch.setattr(store, "PLUGINS", registry.PLUGINS)
     monkeypatch.setattr(registry.CORPORA, "_entries", dict(registry.CORPORA._entries))
@@ -218,7 +254,9 @@ def test_the_commit_is_that_of_the_package_and_dirty_with_a_new_file(tmp_path, m
     (tmp_path / "magicdec" / "old.py").touch()
     for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "one"]):
         subprocess.run(git + command, check=True)
-    head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    head = subprocess.run(
+        [*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True
+    ).stdout.strip()
     (tmp_path / "notes.txt").touch()
     assert store._commit() == {"commit": head, "commit_dirty": False}
     for name in ("new.py", "old.py"):
@@ -231,7 +269,14 @@ def test_the_commit_is_that_of_the_package_and_dirty_with_a_new_file(tmp_path, m
 @pytest.mark.parametrize(
     ("time", "earlier", "step", "predicted", "factors", "words"),
     [
-        (14.5, [5.6, 9.0], 14, 13, (14.5 / 5.6, 14 / 13), "2.6 times as long as in the fastest earlier attempt"),
+        (
+            14.5,
+            [5.6, 9.0],
+            14,
+            13,
+            (14.5 / 5.6, 14 / 13),
+            "2.6 times as long as in the fastest earlier attempt",
+        ),
         (5.6, [14.5, None], 5.0, 9.0, (1.0, 1.0), ""),
         (5.6, [], 5.0, 2.0, (None, 2.5), "2.5 times as long as predicted"),
         (5.6, [5.0], None, 2.0, (5.6 / 5.0, None), ""),
@@ -240,8 +285,14 @@ def test_the_commit_is_that_of_the_package_and_dirty_with_a_new_file(tmp_path, m
 )
 def test_a_run_that_is_slow_throughout_is_noisy(time, earlier, step, predicted, factors, words):
     baseline = "autoregressive/time_per_output_token_ms"
-    result = {baseline: time, "time/target_decode_ms": step, "predicted/target_decode_ms": predicted}
-    before = [{"status": "done", baseline: one} for one in earlier] + [{"status": "failed", baseline: 0.1}]
+    result = {
+        baseline: time,
+        "time/target_decode_ms": step,
+        "predicted/target_decode_ms": predicted,
+    }
+    before = [{"status": "done", baseline: one} for one in earlier] + [
+        {"status": "failed", baseline: 0.1}
+    ]
     found = slowness(result, before)
     assert tuple(found.get(f"agreement/{name}") for name in ("earlier", "prediction")) == factors
     assert ", ".join(noise(result | found)).removeprefix("an autoregressive step took ") == words
@@ -306,12 +357,16 @@ def test_readers_pass_over_what_is_torn_or_foreign(tmp_path, caplog):
     (tmp_path / "a file").touch()
     assert [run["id"] for run in iter_runs(tmp_path)] == ["abc"]
     warned = [record.getMessage() for record in caplog.records]
-    assert sorted(Path(line.partition("/result.json: ")[0]).name for line in warned) == sorted(contents)
+    assert sorted(Path(line.partition("/result.json: ")[0]).name for line in warned) == sorted(
+        contents
+    )
     assert all(line.endswith("; the run is left out") for line in warned)
     assert load_run(tmp_path / "no result") == {}
     assert list(iter_runs(tmp_path / "nowhere")) == []
     assert list(iter_runs(tmp_path / "a file")) == []
-    assert Run.open(tmp_path, "foreign", CONFIG).id == "foreign-2", "an existing folder is not written over"
+    assert Run.open(tmp_path, "foreign", CONFIG).id == "foreign-2", (
+        "an existing folder is not written over"
+    )
 
 
 NESTED = "[" * 200_000
@@ -324,14 +379,23 @@ NO_JSON = "holds what JSON has no type for"
     [
         ("", "target: Field required"),
         ("a: [", "while parsing a flow node"),
-        (yaml.safe_dump(with_changes(draft={"gamma": "many"})), r"draft\.gamma.*: Input should be "),
+        (
+            yaml.safe_dump(with_changes(draft={"gamma": "many"})),
+            r"draft\.gamma.*: Input should be ",
+        ),
         (f"{SOUND}a: {NESTED}", "(nested too deeply|.*nesting depth)"),  # ours, and PyYAML's own
         (f"{SOUND}a: {{}}\nb: &b [*b, *b]", "an anchor or alias, b"),
         (f"{SOUND}a: .nan", f"a: {NO_JSON}"),
         (f"{SOUND}batch: {{size: 2026-01-01}}", f"batch: {NO_JSON}"),
-        (f"{SOUND}target: {{name: .nan}}\nbatch: {{size: [1], context_len: {{a: x}}}}\n1: 2", f"target: {NO_JSON}"),
+        (
+            f"{SOUND}target: {{name: .nan}}\nbatch: {{size: [1], context_len: {{a: x}}}}\n1: 2",
+            f"target: {NO_JSON}",
+        ),
         (f"{SOUND}batch: 5\nscenario: serve", "scenario: Input should be a valid dictionary"),
-        (f"{SOUND}batch: !!python/object:os.system x", "could not determine a constructor for the tag"),
+        (
+            f"{SOUND}batch: !!python/object:os.system x",
+            "could not determine a constructor for the tag",
+        ),
     ],
 )
 def test_a_damaged_configuration_is_named(tmp_path, config, why):
@@ -351,7 +415,8 @@ def test_lines_end_where_json_lines_do(tmp_path, caplog):
     path.write_text(f'{path.read_text()}{{"text": NaN}}\n{{"te')
     assert read_lines(path, ROW) == rows
     assert [record.getMessage() for record in caplog.records] == [
-        f"{path}, line 3: text: holds what JSON has no type for, or is nested too deeply; 2 of 4 lines are left out"
+        f"{path}, line 3: text: holds what JSON has no type for, or is nested too deeply; 2 of 4"
+        " lines are left out"
     ]
 
 

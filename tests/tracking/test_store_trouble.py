@@ -1,4 +1,6 @@
-"""The run store in trouble: a full disk, a folder that cannot be written to, a kill at any moment."""
+"""The run store in trouble: a full disk, a folder that cannot be written to, a kill at any
+moment.
+"""
 
 import errno
 import os
@@ -56,7 +58,10 @@ def test_a_disk_that_fills_up_while_writing(tmp_path):
             run.fail(str(error), "invalid")
     """
     command = [sys.executable, "-c", dedent(script), str(tmp_path)]
-    assert b"File too large" in subprocess.run(command, cwd=ROOT, capture_output=True, timeout=60).stdout
+    assert (
+        b"File too large"
+        in subprocess.run(command, cwd=ROOT, capture_output=True, timeout=60).stdout
+    )
     assert load_run(tmp_path / "abc-2")["status"] == "failed"
     assert result_of(before)["speedup"] == 1.5
     assert lines(before.folder / "generations.jsonl") == GENERATIONS
@@ -69,7 +74,10 @@ def test_a_store_that_cannot_be_written_to(tmp_path, monkeypatch, code):
         raise OSError(code, os.strerror(code), str(path))
 
     monkeypatch.setattr(Path, "mkdir", refuse)
-    with pytest.raises(UserError, match=rf"^runs_dir={tmp_path}: cannot write {tmp_path}/abc: {os.strerror(code)}; "):
+    with pytest.raises(
+        UserError,
+        match=rf"^runs_dir={tmp_path}: cannot write {tmp_path}/abc: {os.strerror(code)}; ",
+    ):
         Run.open(tmp_path, "abc", CONFIG)
 
 
@@ -90,7 +98,7 @@ def test_killed_at_any_moment(tmp_path):
             run = store.Run.open(sys.argv[1], "abc", CONFIG | {"number": number})
             run.finish({"number": number}, [{"row": i, "number": number} for i in range(500)], [{"round": 0}])
             print(number, flush=True)
-    """
+    """  # noqa: E501
     for _ in range(4):
         command = [sys.executable, "-c", dedent(script), str(tmp_path)]
         with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
@@ -99,9 +107,14 @@ def test_killed_at_any_moment(tmp_path):
             process.kill()
         runs = sorted(iter_runs(tmp_path), key=lambda run: run["attempt"])
         assert {run.get("kind") for run in runs} <= {None, "interrupted"}
-        assert [run["id"] for run in runs] == ["abc", *(f"abc-{n}" for n in range(2, len(runs) + 1))]
+        assert [run["id"] for run in runs] == [
+            "abc",
+            *(f"abc-{n}" for n in range(2, len(runs) + 1)),
+        ]
         assert all(run["status"] == "done" for run in runs[:-1] if run["pid"] == runs[-1]["pid"])
         for run in runs:
-            rows = lines(Path(run["folder"], "generations.jsonl")) if run["status"] == "done" else []
+            rows = (
+                lines(Path(run["folder"], "generations.jsonl")) if run["status"] == "done" else []
+            )
             assert [row["number"] for row in rows] == [run.get("number")] * (500 if rows else 0)
             assert run["config"]["number"] == run.get("number", run["config"]["number"])

@@ -13,7 +13,15 @@ from magicdec.tracking.reader import load_run
 from magicdec.tracking.store import Run
 from magicdec.tracking.trackers import TRACKERS, FinishedRun, Tracker, chosen
 from tests.test_layers import FILES, imports
-from tests.tracking.sample import CONFIG, GENERATIONS, HISTORY, METRICS, SAMPLES, SYSTEM, with_changes
+from tests.tracking.sample import (
+    CONFIG,
+    GENERATIONS,
+    HISTORY,
+    METRICS,
+    SAMPLES,
+    SYSTEM,
+    with_changes,
+)
 
 LIBRARIES = {"wandb": "wandb", "tensorboard": "tensorboard.compat.proto.event_pb2"}
 METHODS = ("check", "settings", "in_sweep", "log_run", "log_sweep")
@@ -32,7 +40,9 @@ def test_every_tracker_has_the_protocol(name):
     assert isinstance(tracker.NAME, str)
     assert all(isinstance(module, str) for module in tracker.IMPORTS)
     for method in METHODS:
-        ours, wanted = (inspect.signature(getattr(one, method)).parameters for one in (tracker, Tracker))
+        ours, wanted = (
+            inspect.signature(getattr(one, method)).parameters for one in (tracker, Tracker)
+        )
         assert list(ours) == [parameter for parameter in wanted if parameter != "self"]
 
 
@@ -53,9 +63,14 @@ def test_nothing_else_imports_a_tracker():
 
 
 def test_one_several_or_no_trackers_are_chosen():
-    names = [[tracker.NAME for tracker in chosen({"tracker": choice})] for choice in ("tensorboard", ["wandb"], [])]
+    names = [
+        [tracker.NAME for tracker in chosen({"tracker": choice})]
+        for choice in ("tensorboard", ["wandb"], [])
+    ]
     assert names == [["TensorBoard"], ["W&B"], []]
-    with pytest.raises(UserError, match=r"^tracker=tensorbord: must be one of wandb, .*did you mean tensorboard\?$"):
+    with pytest.raises(
+        UserError, match=r"^tracker=tensorbord: must be one of wandb, .*did you mean tensorboard\?$"
+    ):
         list(chosen({"tracker": "tensorbord"}))
 
 
@@ -79,7 +94,9 @@ def test_tensorboard_reads_what_was_written(run):
     logged = tensorboard.log_run(changed)
     assert logged.warning is None
     assert logged.command == f"tensorboard --logdir {run.folder.parent}"
-    assert logged.folder == run.folder / "tensorboard" / "tiny self streaming-128 gamma4 8x4096", "its name there"
+    assert logged.folder == run.folder / "tensorboard" / "tiny self streaming-128 gamma4 8x4096", (
+        "its name there"
+    )
     events = reader.EventAccumulator(str(logged.folder), size_guidance={"scalars": 0, "tensors": 0})
     events.Reload()
     for key in ("speedup", "acceptance_rate"):

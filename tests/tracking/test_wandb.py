@@ -19,7 +19,15 @@ from magicdec.tracking.store import Run
 from magicdec.tracking.sweep import record
 from magicdec.tracking.trackers import FinishedRun
 from tests.tracking.processes import KILL, TELL, python
-from tests.tracking.sample import CONFIG, GENERATIONS, HISTORY, METRICS, SAMPLES, SYSTEM, with_changes
+from tests.tracking.sample import (
+    CONFIG,
+    GENERATIONS,
+    HISTORY,
+    METRICS,
+    SAMPLES,
+    SYSTEM,
+    with_changes,
+)
 
 wandb = pytest.importorskip("wandb", reason="W&B is not installed")
 
@@ -44,9 +52,13 @@ ATTEMPTS = ["0123456789ab", "0123456789ab-2"]
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory):
-    """Two attempts at a run, told offline in one process; its outcomes, and the process for what it printed."""
+    """Two attempts at a run, told offline in one process; its outcomes, and the process for what it
+    printed.
+    """
     home = tmp_path_factory.mktemp("home")
-    process = python("-c", TELL, home / "runs", "offline", 2, "0123456789ab", home=home, WANDB_API_KEY=SECRET)
+    process = python(
+        "-c", TELL, home / "runs", "offline", 2, "0123456789ab", home=home, WANDB_API_KEY=SECRET
+    )
     return [json.loads(line) for line in process.stdout.splitlines()], process, home
 
 
@@ -63,7 +75,9 @@ def inspect(folder):
 
 
 def updates(records, kind):
-    return {key: value for r in records if r["type"] == kind for key, value in r[kind]["update"].items()}
+    return {
+        key: value for r in records if r["type"] == kind for key, value in r[kind]["update"].items()
+    }
 
 
 def run_and_config(records):
@@ -75,16 +89,24 @@ def test_each_attempt_is_a_run_in_its_own_folder_and_the_terminal_hears_nothing_
     outcomes, process, home = told
     assert (process.returncode, process.stderr) == (0, "")
     folders = [Path(outcome["folder"]) for outcome in outcomes]
-    assert [folder.parent for folder in folders] == [home / "runs" / name / "wandb" for name in ATTEMPTS]
+    assert [folder.parent for folder in folders] == [
+        home / "runs" / name / "wandb" for name in ATTEMPTS
+    ]
     assert [folder.name.partition("_")[2].partition("-")[2] for folder in folders] == ATTEMPTS
-    assert [outcome["command"] for outcome in outcomes] == [f"wandb sync {folder}" for folder in folders]
+    assert [outcome["command"] for outcome in outcomes] == [
+        f"wandb sync {folder}" for folder in folders
+    ]
     assert all(outcome["warning"] is None for outcome in outcomes)
 
 
 def test_config(records):
     run, config = run_and_config(records)
     assert config == CONFIG
-    assert (run["run_id"], run["project"], run["run_group"]) == ("0123456789ab", "magicdec", "a group")
+    assert (run["run_id"], run["project"], run["run_group"]) == (
+        "0123456789ab",
+        "magicdec",
+        "a group",
+    )
     assert run["job_type"] == "compare"
     assert run["tags"] == ["mine", "tiny", "self", "streaming", "Some CPU @ 2.90GHz", "measured"]
     assert run["display_name"] == "tiny self streaming-128 gamma4 8x4096"
@@ -94,7 +116,11 @@ def test_summary_holds_the_results_and_no_last_round(records):
     summary = updates(records, "summary")
     assert {key: summary[key] for key in METRICS} == METRICS
     assert (summary["status"], summary["attempt"]) == ("done", 1)
-    kept = {r["metric"]["name"] for r in records if r["type"] == "metric" and not r["metric"]["summary"].get("none")}
+    kept = {
+        r["metric"]["name"]
+        for r in records
+        if r["type"] == "metric" and not r["metric"]["summary"].get("none")
+    }
     assert not kept & HISTORY[0].keys()
 
 
@@ -102,8 +128,14 @@ def test_history_is_a_line_per_round_and_what_the_machine_did_against_the_time(r
     items = [r["history"]["item"] for r in records if r["type"] == "history"]
     rounds = [{key: item[key] for key in HISTORY[0]} for item in items if "round" in item]
     assert rounds == HISTORY
-    assert [{key: item[key] for key in SYSTEM[0]} for item in items if "system/cpu" in item] == SYSTEM
-    steps = {r["metric"]["name"]: r["metric"].get("step_metric") for r in records if r["type"] == "metric"}
+    assert [
+        {key: item[key] for key in SYSTEM[0]} for item in items if "system/cpu" in item
+    ] == SYSTEM
+    steps = {
+        r["metric"]["name"]: r["metric"].get("step_metric")
+        for r in records
+        if r["type"] == "metric"
+    }
     assert steps["accepted"] == steps["seconds"] == "round"
     assert steps["system/cpu"] == "system/seconds"
 
@@ -112,7 +144,9 @@ def test_generations_and_the_chart_of_acceptance_lie_in_the_folder(told, records
     files = Path(told[0][0]["folder"]) / "files"
     generations = next(json.loads(p.read_text()) for p in files.rglob("generations_*.table.json"))
     assert generations == {"columns": list(SAMPLES[0]), "data": [list(SAMPLES[0].values())]}
-    positions = next(json.loads(p.read_text()) for p in files.rglob("acceptance_by_position_*.table.json"))
+    positions = next(
+        json.loads(p.read_text()) for p in files.rglob("acceptance_by_position_*.table.json")
+    )
     assert positions["data"] == [["0", 0.85], ["1", 0.76], ["2", 0.68], ["3", 0.6]]
     assert any("acceptance_by_position" in key for key in updates(records, "config"))
 
@@ -127,9 +161,13 @@ def test_what_an_offline_run_needs_later_lies_in_the_run_s_folder(told):
 def test_a_run_is_sent_again_from_the_store_alone(told, tmp_path):
     outcomes, _, home = told
     shutil.copytree(home / "runs", tmp_path / "runs", ignore=shutil.ignore_patterns("wandb"))
-    process = python("-m", "magicdec", "sync", tmp_path / "runs", "--mode", "offline", home=tmp_path)
+    process = python(
+        "-m", "magicdec", "sync", tmp_path / "runs", "--mode", "offline", home=tmp_path
+    )
     assert (process.returncode, process.stderr) == (0, "")
-    folders = [next((tmp_path / "runs" / name / "wandb").glob("offline-run-*")) for name in ATTEMPTS]
+    folders = [
+        next((tmp_path / "runs" / name / "wandb").glob("offline-run-*")) for name in ATTEMPTS
+    ]
     lines = [f"{name}  wandb sync {folder}" for name, folder in zip(ATTEMPTS, folders, strict=True)]
     assert process.stdout.splitlines() == lines
     assert content(inspect(folders[1])) == content(inspect(outcomes[1]["folder"]))
@@ -138,11 +176,21 @@ def test_a_run_is_sent_again_from_the_store_alone(told, tmp_path):
 def content(records):
     """Return what was logged, without times; a table's file has a random name."""
     run, config = run_and_config(records)
-    facts = {key: run.get(key) for key in ("run_id", "project", "run_group", "job_type", "tags", "display_name")}
+    facts = {
+        key: run.get(key)
+        for key in ("run_id", "project", "run_group", "job_type", "tags", "display_name")
+    }
     items = [r["history"]["item"] for r in records if r["type"] == "history"]
     history = [{key: item[key] for key in item if key in HISTORY[0] | SYSTEM[0]} for item in items]
-    tables = [sorted(key for key in item if key in ("generations", "acceptance_by_position_table")) for item in items]
-    summary = {key: value for key, value in updates(records, "summary").items() if key in METRICS or key == "started"}
+    tables = [
+        sorted(key for key in item if key in ("generations", "acceptance_by_position_table"))
+        for item in items
+    ]
+    summary = {
+        key: value
+        for key, value in updates(records, "summary").items()
+        if key in METRICS or key == "started"
+    }
     return facts, config, history, tables, summary
 
 
@@ -155,7 +203,9 @@ summarize(Path(sys.argv[1]), True)
 
 
 def sweep_of_one(runs_dir, mode):
-    """Return the folder of a sweep whose one run is stored, and the process that has shown its end."""
+    """Return the folder of a sweep whose one run is stored, and the process that has shown its
+    end.
+    """
     changed = with_changes(wandb={"mode": mode})
     run = Run.open(runs_dir, "abc", changed)
     run.finish({"speedup": 1.5}, GENERATIONS, HISTORY)
@@ -169,15 +219,23 @@ def sweep_of_one(runs_dir, mode):
 @pytest.mark.parametrize("mode", ["offline", "online"])
 @pytest.mark.slow
 def test_the_report_of_a_sweep_is_an_artifact_of_the_sweep(tmp_path, mode):
-    """It waits in the sweep's folder, also where W&B cannot be reached. Its figures are media, too."""
+    """It waits in the sweep's folder, also where W&B cannot be reached. Its figures are media,
+    too.
+    """
     folder, process = sweep_of_one(tmp_path / "runs", mode)
     assert process.returncode == 0, process.stderr
-    assert process.stderr.count("warning: the report of the sweep: W&B failed") == (mode == "online")
+    assert process.stderr.count("warning: the report of the sweep: W&B failed") == (
+        mode == "online"
+    )
     (kept,) = folder.glob("wandb/offline-run-*")
     assert f"report in W&B     wandb sync {kept}\n" in process.stdout
     records = inspect(kept)
     (run,) = (record["run"] for record in records if record["type"] == "run")
-    assert (run["job_type"], run["run_group"], run["display_name"]) == ("sweep", "a group", folder.name)
+    assert (run["job_type"], run["run_group"], run["display_name"]) == (
+        "sweep",
+        "a group",
+        folder.name,
+    )
     (artifact,) = (record["artifact"] for record in records if record["type"] == "artifact")
     assert (artifact["type"], artifact["name"]) == ("sweep", f"sweep-{folder.name}")
     files = {entry["path"]: Path(entry["local_path"]) for entry in artifact["manifest"]["contents"]}
@@ -194,7 +252,11 @@ def test_intervals_are_numbers_for_charts():
 def test_the_report_of_a_sweep_goes_nowhere_with_wandb_disabled(tmp_path):
     folder, process = sweep_of_one(tmp_path / "runs", "disabled")
     assert (process.returncode, "W&B" in process.stdout + process.stderr) == (0, False)
-    assert sorted(path.name for path in folder.iterdir()) == ["jobs.jsonl", "report.html", "speedup.png"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "jobs.jsonl",
+        "report.html",
+        "speedup.png",
+    ]
 
 
 @pytest.mark.extra
@@ -205,17 +267,32 @@ def test_a_dashboard_without_a_login_is_a_file(tmp_path):
         run = Run.open(tmp_path / "runs", f"run{number}", with_changes(cache={"budget": budget}))
         run.finish(METRICS | {"speedup": speedup}, GENERATIONS, HISTORY)
         record(tmp_path / "runs" / "sweeps" / "mine", number, run.id, [])
-    arguments = ["--entity", "me", "--sweep", "mine", "--file", file, "--runs-dir", tmp_path / "runs"]
+    arguments = [
+        "--entity",
+        "me",
+        "--sweep",
+        "mine",
+        "--file",
+        file,
+        "--runs-dir",
+        tmp_path / "runs",
+    ]
     process = python("-m", "magicdec", "dashboard", *arguments, home=tmp_path, WANDB_API_KEY=SECRET)
     assert (process.returncode, process.stdout) == (0, f"the specification is in {file}\n")
     spec = json.loads(file.read_text())
     sections = spec["workspace"]["spec"]["section"]["panelBankConfig"]["sections"]
     panels = [panel["config"] for section in sections for panel in section["panels"]]
-    kinds = {panel["viewType"]: panel["config"] for section in sections for panel in section["panels"]}
+    kinds = {
+        panel["viewType"]: panel["config"] for section in sections for panel in section["panels"]
+    }
     assert "Run Comparer" in kinds
     columns = [column["accessor"] for column in kinds["Parallel Coordinates Plot"]["columns"]]
     assert columns[:2] == ["config:cache.value.policy", "config:cache.value.budget"]
-    (bars,) = [panel["metrics"] for panel in panels if any("_ci95" in name for name in panel.get("metrics") or ())]
+    (bars,) = [
+        panel["metrics"]
+        for panel in panels
+        if any("_ci95" in name for name in panel.get("metrics") or ())
+    ]
     assert bars == ["speedup_ci95/low", "speedup", "speedup_ci95/high"]
     axes = [(panel.get("xAxis"), panel.get("yAxis")) for panel in panels]
     assert ("config:batch.value.size", "summary:speedup") in axes
@@ -223,7 +300,12 @@ def test_a_dashboard_without_a_login_is_a_file(tmp_path):
     text = json.dumps(spec["report"])
     assert '"name": "group"}, "op": "=", "value": "mine"' in text
     assert re.search(r"cache.budget=128 [^\"]*1\.75x", text), "what the sweep has found"
-    named = {axis.removeprefix("summary:") for pair in axes for axis in pair if axis and axis.startswith("summary:")}
+    named = {
+        axis.removeprefix("summary:")
+        for pair in axes
+        for axis in pair
+        if axis and axis.startswith("summary:")
+    }
     assert named <= {*METRICS, "predicted/speedup"}, "every metric has the name that runs give it"
     assert "MARKER" not in file.read_text()
 
@@ -238,7 +320,9 @@ def test_no_secret_is_written(told):
 @pytest.mark.slow
 def test_a_server_that_is_away_leaves_the_run_offline(tmp_path):
     address = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": SECRET, "PATIENCE_S": "3"}
-    process = python("-c", TELL, tmp_path / "runs", "online", 1, "0123456789ab", home=tmp_path, **address)
+    process = python(
+        "-c", TELL, tmp_path / "runs", "online", 1, "0123456789ab", home=tmp_path, **address
+    )
     outcome = json.loads(process.stdout)
     assert outcome["warning"].startswith("W&B failed, ")
     assert outcome["command"] == f"wandb sync {outcome['folder']}"
@@ -250,7 +334,9 @@ def test_a_server_that_is_away_leaves_the_run_offline(tmp_path):
 def test_a_service_that_dies_while_it_is_told_loses_nothing(tmp_path):
     if shutil.which("pgrep") is None:
         pytest.skip("needs pgrep")
-    process = python("-c", KILL + TELL, tmp_path, "offline", 1, "0123456789ab", home=tmp_path, PATIENCE_S="5")
+    process = python(
+        "-c", KILL + TELL, tmp_path, "offline", 1, "0123456789ab", home=tmp_path, PATIENCE_S="5"
+    )
     outcome = json.loads(process.stdout)
     assert outcome["warning"].startswith("W&B failed, ")
     assert load_run(tmp_path / "0123456789ab")["status"] == "done"
@@ -297,7 +383,9 @@ def test_a_missing_package_is_a_warning(run, monkeypatch):
     outcome = tracking.log_run(run)
     assert outcome.warning.startswith("W&B failed, ModuleNotFoundError")
     assert load_run(run.folder)["status"] == "done"
-    with pytest.raises(UserError, match=r"^wandb.mode=online: the package wandb is missing: pip install wandb, or "):
+    with pytest.raises(
+        UserError, match=r"^wandb.mode=online: the package wandb is missing: pip install wandb, or "
+    ):
         tracking.check({"wandb": {"mode": "online"}})
 
 
@@ -324,9 +412,13 @@ def test_sync_command_can_be_pasted(tmp_path, monkeypatch):
 def test_levels_of_load_are_told_against_the_load():
     """The load is then the x axis of a chart, not the order of the lines."""
     told = SimpleNamespace(metrics={}, rows=[])
-    told.define_metric = lambda name, step_metric=None, summary=None: told.metrics.update({name: step_metric})
+    told.define_metric = lambda name, step_metric=None, summary=None: told.metrics.update(
+        {name: step_metric}
+    )
     told.log = told.rows.append
-    levels = [{"concurrency": users, "speculative/tokens_per_second": 10.0 * users} for users in (1, 8)]
+    levels = [
+        {"concurrency": users, "speculative/tokens_per_second": 10.0 * users} for users in (1, 8)
+    ]
     tracking._log_history(told, levels)
     assert told.metrics == {"concurrency": None, "speculative/tokens_per_second": "concurrency"}
     assert told.rows == levels

@@ -27,7 +27,13 @@ from magicdec import scenarios
 scenarios.sampled = functools.partial(scenarios.sampled, 0.1)
 sys.exit(launch.main())
 """
-TINY = ["batch.size=2", "batch.context_len=128", "batch.generate_len=12", "scenario.repeats=1", "draft.gamma=2"]
+TINY = [
+    "batch.size=2",
+    "batch.context_len=128",
+    "batch.generate_len=12",
+    "scenario.repeats=1",
+    "draft.gamma=2",
+]
 IDS = ["0123456789ab", "ba9876543210"]
 SYNC = ("-m", "magicdec", "sync")
 WANDB = ("-m", "wandb")
@@ -48,14 +54,26 @@ def assert_no_secret(folder, *processes):
     secrets = [b"MARKER00", b64encode(f"api:{API_KEY}".encode())]
     said = "".join(process.stdout + process.stderr for process in processes).encode()
     kept = {path: path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
-    assert not [path for path, text in {"said": said, **kept}.items() if any(secret in text for secret in secrets)]
+    assert not [
+        path
+        for path, text in {"said": said, **kept}.items()
+        if any(secret in text for secret in secrets)
+    ]
 
 
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory):
-    """A comparison that is sent as it ends: the server, the run there and in the store, the process and its home."""
+    """A comparison that is sent as it ends: the server, the run there and in the store, the process
+    and its home.
+    """
     home = tmp_path_factory.mktemp("home")
-    arguments = [*TINY, f"runs_dir={home}/runs", "wandb.mode=online", "wandb.tags=[mine]", "wandb.group=ours"]
+    arguments = [
+        *TINY,
+        f"runs_dir={home}/runs",
+        "wandb.mode=online",
+        "wandb.tags=[mine]",
+        "wandb.group=ours",
+    ]
     with WandbServer() as server:
         process = python("-c", LAUNCH, *arguments, home=home, cwd=home, **address(server))
     assert process.returncode == 0, process.stderr
@@ -72,7 +90,11 @@ def test_a_launched_run_arrives_with_what_it_is(launched):
     facts["tags"] = ["mine", "tiny", "self", "streaming", stored["device"], "measured"]
     assert {key: run.facts[key] for key in facts} == facts
     assert {key: value for key, value in run.config.items() if key != "_wandb"} == stored["config"]
-    assert run.config["cache"].keys() == {"policy", "budget", "num_sink"}, "no keys of options that were not chosen"
+    assert run.config["cache"].keys() == {
+        "policy",
+        "budget",
+        "num_sink",
+    }, "no keys of options that were not chosen"
     assert run.exit_code == 0
     assert f"{server.url}/{ENTITY}/magicdec/runs/{stored['id']}" in process.stdout
     assert "send to W&B" not in process.stdout
@@ -82,25 +104,38 @@ def test_its_summary_is_its_result(launched):
     _, run, stored, _, _ = launched
     result = {key: value for key, value in stored.items() if key not in ("folder", "config")}
     assert {key: run.summary.get(key) for key in result} == result
-    named = {"speedup", "acceptance_rate", "acceptance_length", "lossless/identical", "time/draft_ms", "status"}
+    named = {
+        "speedup",
+        "acceptance_rate",
+        "acceptance_length",
+        "lossless/identical",
+        "time/draft_ms",
+        "status",
+    }
     assert named <= run.summary.keys()
 
 
 def test_its_history_is_what_it_told_live_a_line_per_round_and_then_the_machine_s(launched):
     _, run, stored, _, _ = launched
     folder = Path(stored["folder"])
-    live, rounds, system = (read_lines(folder / f"{name}.jsonl", ROW) for name in ("live", "history", "system"))
+    live, rounds, system = (
+        read_lines(folder / f"{name}.jsonl", ROW) for name in ("live", "history", "system")
+    )
     assert [line["repeat"] for line in live if "repeat" in line] == [1]
     assert rounds
     assert system
-    sent = [{key: value for key, value in row.items() if not key.startswith("_")} for row in run.history]
+    sent = [
+        {key: value for key, value in row.items() if not key.startswith("_")} for row in run.history
+    ]
     assert sent[: len(live) + len(rounds) + len(system)] == live + rounds + system
 
 
 def test_its_files_are_an_artifact_and_its_tables_hold_its_rows(launched):
     server, _, stored, _, _ = launched
     folder = Path(stored["folder"])
-    (files,) = (one["files"] for one in server.artifacts.values() if one["artifactTypeName"] == "run")
+    (files,) = (
+        one["files"] for one in server.artifacts.values() if one["artifactTypeName"] == "run"
+    )
     for name in ("config.yaml", "generations.jsonl"):
         assert files[name] == (folder / name).read_bytes()
     rows = read_lines(folder / "samples.jsonl", ROW)
@@ -125,7 +160,9 @@ def content(server, name):
     chosen = HISTORY[0] | SYSTEM[0]
     history = [{key: row[key] for key in row if key in chosen} for row in run.history]
     summary = {key: run.summary[key] for key in METRICS}
-    facts = {key: run.facts[key] for key in ("groupName", "jobType", "tags", "project", "displayName")}
+    facts = {
+        key: run.facts[key] for key in ("groupName", "jobType", "tags", "project", "displayName")
+    }
     return facts, config, history, summary, server.table("generations", name), run.exit_code
 
 
@@ -141,7 +178,9 @@ def offline(tmp_path_factory):
 @pytest.fixture
 def store(offline, tmp_path):
     """A copy of both."""
-    return shutil.copytree(Path(next(iter(offline.values()))["folder"]).parents[2], tmp_path / "runs")
+    return shutil.copytree(
+        Path(next(iter(offline.values()))["folder"]).parents[2], tmp_path / "runs"
+    )
 
 
 @pytest.mark.slow
@@ -165,7 +204,9 @@ def test_runs_told_offline_in_parallel_arrive_once_each(offline, store, tmp_path
     assert_no_secret(tmp_path, sent, again)
     server.runs["0123456789ab"] = Received()
     python(*SYNC, store, home=tmp_path, **address(server))
-    assert {name: content(server, name) for name in server.runs} == first, "what is not there as a whole is sent again"
+    assert {name: content(server, name) for name in server.runs} == first, (
+        "what is not there as a whole is sent again"
+    )
 
 
 FAIL = """
@@ -198,7 +239,9 @@ def test_a_run_that_fails_arrives_as_failed_once(tmp_path, server):
 
 @pytest.mark.slow
 def test_what_a_server_refuses_is_kept(tmp_path, server):
-    """Three runs in one process: it knows the key no more, is out of order, is gone in the middle of a run."""
+    """Three runs in one process: it knows the key no more, is out of order, is gone in the middle
+    of a run.
+    """
 
     def refuse(what, sent):
         if what == "upsertBucket":
@@ -207,16 +250,33 @@ def test_what_a_server_refuses_is_kept(tmp_path, server):
 
     server.refuse = refuse
     runs = tmp_path / "runs"
-    launcher = ["-m", "hydra/launcher=basic", "scenario=predict", "draft.gamma=1,2,3", "cache.budget=64"]
-    arguments = [ROOT / "tests" / "quick_launch.py", *launcher, f"runs_dir={runs}", "wandb.mode=online"]
+    launcher = [
+        "-m",
+        "hydra/launcher=basic",
+        "scenario=predict",
+        "draft.gamma=1,2,3",
+        "cache.budget=64",
+    ]
+    arguments = [
+        ROOT / "tests" / "quick_launch.py",
+        *launcher,
+        f"runs_dir={runs}",
+        "wandb.mode=online",
+    ]
     quick = {"QUICK_STARTS": str(tmp_path), "QUICK_PATIENCE_S": "3"}
     process = python(*arguments, home=tmp_path, **quick, **address(server))
     assert process.returncode == 0, process.stderr
     stored = {run["config"]["draft"]["gamma"]: run for run in iter_runs(runs)}
-    assert {gamma: run["status"] for gamma, run in stored.items()} == {1: "done", 2: "done", 3: "done"}
+    assert {gamma: run["status"] for gamma, run in stored.items()} == {
+        1: "done",
+        2: "done",
+        3: "done",
+    }
     warnings = re.findall(r"W&B +W&B failed, (.*)", process.stdout)
-    assert warnings[0] == (
-        "CommError: user is not logged in; `wandb login --relogin` changes the key, wandb.entity the team"
+    assert (
+        warnings[0]
+        == "CommError: user is not logged in; `wandb login --relogin` changes the key, wandb.entity"
+        " the team"
     )
     assert warnings[1].startswith("CommError: Timed out while retrying: HTTP 500")
     assert warnings[2] == "TimeoutError: Timed out finishing run."
@@ -230,7 +290,8 @@ def test_what_a_server_refuses_is_kept(tmp_path, server):
     assert sent.returncode == 0, sent.stderr
     again = python(*SYNC, runs, home=tmp_path, **address(server))
     assert (again.returncode, again.stderr) == (0, "")
-    runs = {name: run for name, run in server.runs.items() if not name.startswith("sweep-")}  # the sweep's own
+    # The sweep's own.
+    runs = {name: run for name, run in server.runs.items() if not name.startswith("sweep-")}
     arrived = {name: (len(run.history), run.summary["speedup"]) for name, run in runs.items()}
     assert arrived == {run["id"]: (2, gamma + 0.064) for gamma, run in stored.items()}
 
@@ -239,36 +300,47 @@ def test_sync_with_a_wrong_key_says_what_to_do(tmp_path, server):
     write_run(tmp_path, "abc")
     process = python(*SYNC, tmp_path, home=tmp_path, **address(server, "f" * 40))
     assert (process.returncode, process.stdout) == (2, "")
-    assert process.stderr == (
-        f"error: AuthenticationError: Failed to authenticate with {server.url}: user is not logged in; "
-        "run `wandb login --relogin`\n"
+    assert (
+        process.stderr
+        == f"error: AuthenticationError: Failed to authenticate with {server.url}: user is not"
+        " logged in; run `wandb login --relogin`\n"
     )
 
 
 def test_a_wrong_key_is_found_before_the_work(tmp_path, server):
     settings = [*TINY, f"runs_dir={tmp_path}/runs", "wandb.mode=online"]
-    process = python("-c", LAUNCH, *settings, home=tmp_path, cwd=tmp_path, **address(server, "f" * 40))
+    process = python(
+        "-c", LAUNCH, *settings, home=tmp_path, cwd=tmp_path, **address(server, "f" * 40)
+    )
     assert (process.returncode, process.stdout) == (2, "")
-    assert process.stderr == (
-        f"error: wandb.mode=online: AuthenticationError: Failed to authenticate with {server.url}: user is not logged "
-        "in; run `wandb login --relogin`, or set wandb.mode=offline and send the run later\n"
+    assert (
+        process.stderr
+        == "error: wandb.mode=online: AuthenticationError: Failed to authenticate with"
+        f" {server.url}: user is not logged in; run `wandb login --relogin`, or set"
+        " wandb.mode=offline and send the run later\n"
     )
     assert not list(iter_runs(tmp_path / "runs"))
 
 
 def test_sync_tells_which_run_was_not_taken(store, tmp_path, server):
-    server.refuse = lambda what, sent: 404 if what == "upsertBucket" and "ba9876543210" in sent else None
+    server.refuse = lambda what, sent: (
+        404 if what == "upsertBucket" and "ba9876543210" in sent else None
+    )
     process = python(*SYNC, store, home=tmp_path, **address(server))
     assert (process.returncode, process.stderr) == (1, "")
     assert "ba9876543210  W&B failed, CommError: it is down\n" in process.stdout
     assert list(server.runs) == ["0123456789ab"]
-    assert len(list(store.glob("*/wandb/offline-run-*"))) == 2, "the store has it all, nothing more is to be kept"
+    assert len(list(store.glob("*/wandb/offline-run-*"))) == 2, (
+        "the store has it all, nothing more is to be kept"
+    )
 
 
 def test_data_that_w_and_b_drops_is_noticed(tmp_path, server):
     """It raises nothing then, and gives an address where nothing is to be seen."""
     server.refuse = lambda what, sent: 401 if what == "file_stream" else None
-    process = python("-c", TELL, tmp_path / "runs", "online", 1, "0123456789ab", home=tmp_path, **address(server))
+    process = python(
+        "-c", TELL, tmp_path / "runs", "online", 1, "0123456789ab", home=tmp_path, **address(server)
+    )
     outcome = json.loads(process.stdout)
     assert outcome["warning"].startswith("W&B failed, Fatal error while uploading data.")
     assert Path(outcome["folder"]).name.startswith("offline-run-")
@@ -277,7 +349,9 @@ def test_data_that_w_and_b_drops_is_noticed(tmp_path, server):
 
 @pytest.mark.skipif(shutil.which("pgrep") is None, reason="needs pgrep")
 def test_a_service_that_dies_while_it_sends_leaves_the_run_offline(tmp_path, server):
-    process = python("-c", KILL + TELL, tmp_path, "online", 1, "0123456789ab", home=tmp_path, **address(server))
+    process = python(
+        "-c", KILL + TELL, tmp_path, "online", 1, "0123456789ab", home=tmp_path, **address(server)
+    )
     outcome = json.loads(process.stdout)
     assert outcome["warning"].startswith("W&B failed, ")
     sent = python(*WANDB, *outcome["command"].split()[1:], home=tmp_path, **address(server))
@@ -304,16 +378,22 @@ def test_an_agent_s_runs_are_those_of_its_sweep(name, tmp_path, server):
     place = sweep["command"].index("${args_no_hyphens}")
     sweep["command"][place:place] = ["scenario=predict", f"runs_dir={tmp_path}/runs"]
     (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(sweep))
-    made = python(*WANDB, "sweep", tmp_path / "sweep.yaml", home=tmp_path, cwd=tmp_path, **address(server))
+    made = python(
+        *WANDB, "sweep", tmp_path / "sweep.yaml", home=tmp_path, cwd=tmp_path, **address(server)
+    )
     command = re.search(r"wandb agent (\S+)", made.stdout + made.stderr)
     quick = {"QUICK_STARTS": str(tmp_path)} | address(server)
-    agent = python("-c", AGENT, "agent", "--count=1", command[1], home=tmp_path, cwd=tmp_path, **quick)
+    agent = python(
+        "-c", AGENT, "agent", "--count=1", command[1], home=tmp_path, cwd=tmp_path, **quick
+    )
     assert agent.returncode == 0, agent.stderr
     ((given, run),) = server.runs.items()
     assert "W&B failed" not in agent.stdout
     assert (given, run.facts["sweep"]) == ("sweep0-run0", "sweep0")
     gamma, budget = run.config["draft"]["gamma"], run.config["cache"]["budget"]
-    lowest = {key: entry.get("min") or entry["values"][0] for key, entry in sweep["parameters"].items()}
+    lowest = {
+        key: entry.get("min") or entry["values"][0] for key, entry in sweep["parameters"].items()
+    }
     assert {"draft.gamma": gamma, "cache.budget": budget} == lowest
     assert run.summary["speedup"] == gamma + budget / 1000
     again = python(*SYNC, tmp_path / "runs", home=tmp_path, **address(server))
@@ -325,15 +405,23 @@ def test_an_agent_s_runs_are_those_of_its_sweep(name, tmp_path, server):
 def test_a_dashboard_is_saved_with_a_login(tmp_path, server):
     pytest.importorskip("wandb_workspaces")
     arguments = ["--entity", ENTITY, "--sweep", "ours"]
-    process = python("-m", "magicdec", "dashboard", *arguments, home=tmp_path, cwd=tmp_path, **address(server))
+    process = python(
+        "-m", "magicdec", "dashboard", *arguments, home=tmp_path, cwd=tmp_path, **address(server)
+    )
     assert process.returncode == 0, process.stderr
     workspace, report = server.views
     assert [view["projectName"] for view in server.views] == ["magicdec", "magicdec"]
     assert (workspace["displayName"], report["displayName"]) == ("magicdec", "ours")
-    assert re.fullmatch(rf"{server.url}/{ENTITY}/magicdec\?nw=\w+\n.*/reports/ours--view2\n", process.stdout)
+    assert re.fullmatch(
+        rf"{server.url}/{ENTITY}/magicdec\?nw=\w+\n.*/reports/ours--view2\n", process.stdout
+    )
     assert list(tmp_path.glob("*.json")) == []
     for view in server.views:
-        panel = next(panel for panel in panels_of(json.loads(view["spec"])) if panel.get("viewType") == "Vega2")
+        panel = next(
+            panel
+            for panel in panels_of(json.loads(view["spec"]))
+            if panel.get("viewType") == "Vega2"
+        )
         ((chart, drawn),) = server.charts.items()
         assert panel["config"]["panelDefId"] == chart
         (asked,) = panel["config"]["userQuery"]["queryFields"]
@@ -350,4 +438,8 @@ def panels_of(spec):
         return [panel for part in spec for panel in panels_of(part)]
     if not isinstance(spec, dict):
         return []
-    return [spec] if "viewType" in spec else [panel for part in spec.values() for panel in panels_of(part)]
+    return (
+        [spec]
+        if "viewType" in spec
+        else [panel for part in spec.values() for panel in panels_of(part)]
+    )

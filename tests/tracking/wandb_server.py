@@ -1,4 +1,6 @@
-"""A stand-in for Weights & Biases: as much of its API as wandb asks for, and a record of what it was told."""
+"""A stand-in for Weights & Biases: as much of its API as wandb asks for, and a record of what it
+was told.
+"""
 
 import gzip
 import itertools
@@ -14,7 +16,9 @@ import yaml
 
 API_KEY = "MARKER00" + "0123456789abcdef" * 2  # of 40 characters, as a user's is
 ENTITY = "someone"
-NOT_LOGGED_IN = {"errors": [{"message": "user is not logged in", "extensions": {"code": "PERMISSION_ERROR"}}]}
+NOT_LOGGED_IN = {
+    "errors": [{"message": "user is not logged in", "extensions": {"code": "PERMISSION_ERROR"}}]
+}
 
 
 @dataclass
@@ -23,7 +27,8 @@ class Received:
 
     facts: dict[str, Any] = field(default_factory=dict)  # project, groupName, jobType, tags ...
     config: dict[str, Any] = field(default_factory=dict)
-    lines: dict[str, dict[int, str]] = field(default_factory=dict)  # by the streamed file, and by number
+    # By the streamed file, and by number.
+    lines: dict[str, dict[int, str]] = field(default_factory=dict)
     files: dict[str, bytes] = field(default_factory=dict)
     exit_code: int | None = None
 
@@ -41,8 +46,8 @@ class Received:
 class WandbServer(ThreadingHTTPServer):
     """`with WandbServer() as server:` serves at `server.url`.
 
-    `refuse` is asked first, with a GraphQL field, file_stream or storage, and what was sent: a status that it returns
-    is the answer, and 0 none at all.
+    `refuse` is asked first, with a GraphQL field, file_stream or storage, and what was sent: a
+    status that it returns is the answer, and 0 none at all.
     """
 
     daemon_threads = True
@@ -79,23 +84,36 @@ class WandbServer(ThreadingHTTPServer):
     def stream(self, run, told):
         received = self.runs[run]
         for name, part in told.get("files", {}).items():
-            received.lines.setdefault(name, {}).update(enumerate(part["content"], start=part["offset"]))
+            received.lines.setdefault(name, {}).update(
+                enumerate(part["content"], start=part["offset"])
+            )
         received.exit_code = told.get("exitcode", received.exit_code)
 
     def store(self, kind, owner, name, content):
-        (self.runs[owner].files if kind == "run" else self.artifacts[owner]["files"])[name] = content
+        (self.runs[owner].files if kind == "run" else self.artifacts[owner]["files"])[name] = (
+            content
+        )
 
     def table(self, key, run):
         """The rows of a table that a run has logged, from the artifact that W&B makes of it."""
         name = f"run-{run}-{key}"
-        files = next(a["files"] for a in self.artifacts.values() if a["artifactCollectionName"] == name)
+        files = next(
+            a["files"] for a in self.artifacts.values() if a["artifactCollectionName"] == name
+        )
         table = json.loads(files[f"{key}.table.json"])
         return [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
 
     # What is asked for, by GraphQL field.
 
     def _viewer(self):
-        return {"id": "u", "entity": ENTITY, "username": ENTITY, "email": "", "flags": "{}", "teams": {"edges": []}}
+        return {
+            "id": "u",
+            "entity": ENTITY,
+            "username": ENTITY,
+            "email": "",
+            "flags": "{}",
+            "teams": {"edges": []},
+        }
 
     def _serverInfo(self):
         return {"features": []}
@@ -103,22 +121,43 @@ class WandbServer(ThreadingHTTPServer):
     def _upsertBucket(self, name, config, **facts):
         run = self.runs.setdefault(name, Received())
         run.facts |= {key: value for key, value in facts.items() if value is not None}
-        run.config = {key: entry["value"] for key, entry in json.loads(config or "{}").items()} or run.config
-        bucket = {"id": name, "name": name, "displayName": facts["displayName"], "description": None, "config": config}
-        bucket |= {"sweepName": facts["sweep"], "historyLineCount": len(run.history)}  # what comes is added
+        run.config = {
+            key: entry["value"] for key, entry in json.loads(config or "{}").items()
+        } or run.config
+        bucket = {
+            "id": name,
+            "name": name,
+            "displayName": facts["displayName"],
+            "description": None,
+            "config": config,
+        }
+        # What comes is added.
+        bucket |= {"sweepName": facts["sweep"], "historyLineCount": len(run.history)}
         return {"bucket": bucket | {"project": _project_named(facts["project"])}, "inserted": True}
 
     def _createRunFiles(self, run, files, **_):
-        urls = [{"name": name, "uploadUrl": f"{self.url}/storage/run/{run}/{name}"} for name in files]
+        urls = [
+            {"name": name, "uploadUrl": f"{self.url}/storage/run/{run}/{name}"} for name in files
+        ]
         return {"runID": run, "uploadHeaders": [], "files": urls}
 
     def _createArtifact(self, input):
         number = str(len(self.artifacts))
         self.artifacts[number] = input | {"files": {}}
-        return {"artifact": {"id": number, "state": "PENDING", "artifactSequence": {"latestArtifact": None}}}
+        return {
+            "artifact": {
+                "id": number,
+                "state": "PENDING",
+                "artifactSequence": {"latestArtifact": None},
+            }
+        }
 
     def _createArtifactManifest(self, artifactID, name, **_):
-        file = {"id": name, "uploadUrl": f"{self.url}/storage/artifact/{artifactID}/{name}", "uploadHeaders": []}
+        file = {
+            "id": name,
+            "uploadUrl": f"{self.url}/storage/artifact/{artifactID}/{name}",
+            "uploadHeaders": [],
+        }
         return {"artifactManifest": {"id": name, "file": file}}
 
     def _createArtifactFiles(self, input):
@@ -126,7 +165,12 @@ class WandbServer(ThreadingHTTPServer):
         for file in input["artifactFiles"]:
             artifact, name = file["artifactID"], file["name"]
             url = f"{self.url}/storage/artifact/{artifact}/{name}"
-            node = {"storagePath": name, "uploadUrl": url, "uploadHeaders": [], "uploadMultipartUrls": None}
+            node = {
+                "storagePath": name,
+                "uploadUrl": url,
+                "uploadHeaders": [],
+                "uploadMultipartUrls": None,
+            }
             edges.append({"node": node | {"artifact": {"id": artifact}}})
         return {"files": {"edges": edges}}
 
@@ -135,18 +179,32 @@ class WandbServer(ThreadingHTTPServer):
 
     def _project(self, sweep=None, name=None, **variables):
         if sweep is not None:
-            return {"sweep": {"id": sweep, "name": sweep, "config": self.sweeps[sweep][0], "runs": {"edges": []}}}
+            return {
+                "sweep": {
+                    "id": sweep,
+                    "name": sweep,
+                    "config": self.sweeps[sweep][0],
+                    "runs": {"edges": []},
+                }
+            }
         if run := self.runs.get(name):
             state = {None: "running", 0: "finished"}.get(run.exit_code, "failed")
-            return {"run": {"id": name, "name": name, "projectId": "1", "state": state} | _as_json(run)}
+            return {
+                "run": {"id": name, "name": name, "projectId": "1", "state": state} | _as_json(run)
+            }
         return {"id": "p", "internalId": "p"} if "projectName" in variables else None
 
     def _upsertSweep(self, config, projectName, **_):
         name, parameters = f"sweep{len(self.sweeps)}", yaml.safe_load(config)["parameters"]
-        values = [entry.get("values") or [entry["min"], entry["max"]] for entry in parameters.values()]
+        values = [
+            entry.get("values") or [entry["min"], entry["max"]] for entry in parameters.values()
+        ]
         points = [dict(zip(parameters, point, strict=True)) for point in itertools.product(*values)]
         self.sweeps[name] = (config, enumerate(points))
-        return {"sweep": {"name": name, "project": _project_named(projectName)}, "configValidationWarnings": []}
+        return {
+            "sweep": {"name": name, "project": _project_named(projectName)},
+            "configValidationWarnings": [],
+        }
 
     def _createAgent(self, sweep, **_):
         return {"agent": {"id": sweep}}
@@ -157,17 +215,27 @@ class WandbServer(ThreadingHTTPServer):
         if not json.loads(runState):
             config, points = self.sweeps[id]
             number, point = next(points, (None, None))
-            command = {"type": "run", "run_id": f"{id}-run{number}", "program": yaml.safe_load(config)["program"]}
+            command = {
+                "type": "run",
+                "run_id": f"{id}-run{number}",
+                "program": yaml.safe_load(config)["program"],
+            }
             command["args"] = {key: {"value": value} for key, value in (point or {}).items()}
             commands = [{"type": "exit"} if point is None else command]
         return {"agent": {"id": id}, "commands": json.dumps(commands)}
 
     def _models(self, **_):
-        return {"pageInfo": {"hasNextPage": False, "endCursor": None, "__typename": "PageInfo"}, "edges": []}
+        return {
+            "pageInfo": {"hasNextPage": False, "endCursor": None, "__typename": "PageInfo"},
+            "edges": [],
+        }
 
     def _upsertModel(self, input):
         project = {"id": "p", "name": input["name"], "entityName": input["entityName"]}
-        return {"project": project | dict.fromkeys(("description", "access", "views")), "inserted": True}
+        return {
+            "project": project | dict.fromkeys(("description", "access", "views")),
+            "inserted": True,
+        }
 
     def _createCustomChart(self, entity, chartName, spec, **_):
         self.charts[f"{entity}/{chartName}"] = json.loads(spec)
@@ -210,7 +278,9 @@ class _Handler(BaseHTTPRequestHandler):
             alias, what = re.search(r"\{\s*(?:(\w+):\s*)?(\w+)", request["query"]).groups()
         status = server.refuse(what, body.decode(errors="replace"))
         if status is not None:
-            return status, NOT_LOGGED_IN if status == 401 else {"errors": [{"message": "it is down"}]}
+            return status, NOT_LOGGED_IN if status == 401 else {
+                "errors": [{"message": "it is down"}]
+            }
         if place == "storage":  # by addresses that were given out only to who is known
             server.store(*rest.split("/", 2), body)
             return 200, {}
@@ -219,7 +289,11 @@ class _Handler(BaseHTTPRequestHandler):
         if place == "files":
             server.stream(rest.split("/")[2], request)
             return 200, {}
-        return 200, {"data": {alias or what: server.answer(what, request["query"], request.get("variables") or {})}}
+        return 200, {
+            "data": {
+                alias or what: server.answer(what, request["query"], request.get("variables") or {})
+            }
+        }
 
     def _is_known(self):
         scheme, _, credentials = self.headers.get("Authorization", "").partition(" ")
@@ -231,7 +305,9 @@ class _Handler(BaseHTTPRequestHandler):
 
 def _as_json(run):
     parts = {"config": run.config, "summaryMetrics": run.summary, "systemMetrics": {}}
-    return {key: json.dumps(part) for key, part in parts.items()} | {"user": {"name": ENTITY, "username": ENTITY}}
+    return {key: json.dumps(part) for key, part in parts.items()} | {
+        "user": {"name": ENTITY, "username": ENTITY}
+    }
 
 
 def _project_named(name):

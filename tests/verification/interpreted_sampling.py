@@ -22,7 +22,9 @@ from tests.verification.twin import SETTINGS, check
     ],
 )
 def test_against_the_sorted_definition(monkeypatch, vocab, rows, setting, dtype):
-    """The larger vocabulary is no multiple of a block. The interpreter takes half a second a row."""
+    """The larger vocabulary is no multiple of a block. The interpreter takes half a second a
+    row.
+    """
     monkeypatch.setattr(triton_sampling, "BLOCK", 128)
 
     def truncated(logits, s):
@@ -33,7 +35,9 @@ def test_against_the_sorted_definition(monkeypatch, vocab, rows, setting, dtype)
 
 @pytest.mark.parametrize("setting", [Sampling(1.0, top_k=4), Sampling(1.0, top_p=0.9)])
 def test_few_logits_are_copied(monkeypatch, setting):
-    """A peaked row is read in parts: a few of each part for top-k, and those that are not too unlikely for top-p."""
+    """A peaked row is read in parts: a few of each part for top-k, and those that are not too
+    unlikely for top-p.
+    """
     launch, copied = triton_sampling.find_cut, []
 
     class Watched:
@@ -54,7 +58,13 @@ def test_few_logits_are_copied(monkeypatch, setting):
 
 
 def test_rows_have_settings_of_their_own():
-    each = [Sampling(), Sampling(1.0), Sampling(0.6, top_k=3), Sampling(1.4, top_p=0.7), Sampling(0.8, 4, 0.9)]
+    each = [
+        Sampling(),
+        Sampling(1.0),
+        Sampling(0.6, top_k=3),
+        Sampling(1.4, top_p=0.7),
+        Sampling(0.8, 4, 0.9),
+    ]
     rows = RowSampling(len(each), "cpu")
     for row, sampling in enumerate(each):
         rows.set_row(row, sampling)
@@ -68,14 +78,23 @@ def test_rows_have_settings_of_their_own():
 
 @pytest.mark.parametrize("key", [7, -(1 << 62) + 5, "of each row"])
 def test_the_same_random_numbers(key):
-    """Bit for bit, over more than one block, also where positions are a view, as those of one step are."""
+    """Bit for bit, over more than one block, also where positions are a view, as those of one step
+    are.
+    """
     rows, sampling = 50, RowSampling(50, "cpu")
     positions = torch.randint(1 << 40, (rows, 9), generator=torch.Generator().manual_seed(3))
     for row in range(rows):
-        sampling.set_row(row, Sampling(0.7, seed=row // 2, sequence=3 * row) if key == "of each row" else Sampling(0.7))
+        sampling.set_row(
+            row,
+            Sampling(0.7, seed=row // 2, sequence=3 * row)
+            if key == "of each row"
+            else Sampling(0.7),
+        )
     if key != "of each row":
         sampling.key = key + torch.arange(rows)[:, None]
     for part in (positions, positions[:, 4:5], positions[:, 2:8]):
         for use in (Use.PROPOSE, Use.INNER_DECIDE):
             given = sampling.key if key == "of each row" else key
-            assert torch.equal(triton_sampling.uniform(given, part, int(use)), uniform_BT(sampling, part, use))
+            assert torch.equal(
+                triton_sampling.uniform(given, part, int(use)), uniform_BT(sampling, part, use)
+            )

@@ -1,11 +1,21 @@
-"""Acceptance on fixed logits: never, always, sometimes; and the distribution of what sampling writes."""
+"""Acceptance on fixed logits: never, always, sometimes; and the distribution of what sampling
+writes.
+"""
 
 import pytest
 import torch
 
 from magicdec.verification import sampling as ours
 from magicdec.verification.accept import accept_greedy, accept_sampled, accept_synthetic
-from magicdec.verification.sampling import RowSampling, Sampling, Use, choose, draw, probabilities, uniform_BT
+from magicdec.verification.sampling import (
+    RowSampling,
+    Sampling,
+    Use,
+    choose,
+    draw,
+    probabilities,
+    uniform_BT,
+)
 from tests.chi_square import chisquare
 
 V = 11
@@ -34,18 +44,27 @@ def test_sampled_never_accepts_what_the_target_cannot_say():
     logits[:, :, 3] = float("-inf")
     q = torch.zeros(32, 1, V).index_fill_(2, torch.tensor([3]), 1.0)
     proposed = torch.full((32, 1), 3)
-    verdict = accept_sampled(proposed, q, logits, torch.arange(2).expand(32, 2), Sampling(temperature=1.0))
+    verdict = accept_sampled(
+        proposed, q, logits, torch.arange(2).expand(32, 2), Sampling(temperature=1.0)
+    )
     assert (verdict.num_accepted_B == 0).all()
     assert (verdict.tokens_BT[:, 0] != 3).all()
 
 
 @pytest.mark.parametrize("one_hot", [False, True])
-@pytest.mark.parametrize("truncation", [{}, {"top_k": 5}, {"top_p": 0.8}, {"top_k": 6, "top_p": 0.7}])
+@pytest.mark.parametrize(
+    "truncation", [{}, {"top_k": 5}, {"top_p": 0.8}, {"top_k": 6, "top_p": 0.7}]
+)
 def test_output_is_distributed_as_the_targets(one_hot, truncation):
-    """Chi-square over 20,000 rounds of one proposal by a draft that disagrees (p > 1e-3, three positions)."""
+    """Chi-square over 20,000 rounds of one proposal by a draft that disagrees (p > 1e-3, three
+    positions).
+    """
     rows = 20_000
     generator = torch.Generator().manual_seed(5)
-    target, draft = torch.randn(3, V, generator=generator) * 1.5, torch.randn(V, generator=generator) * 1.5
+    target, draft = (
+        torch.randn(3, V, generator=generator) * 1.5,
+        torch.randn(V, generator=generator) * 1.5,
+    )
     sampling = Sampling(temperature=0.9, seed=3, **truncation)
     for position in range(3):
         logits = target[[position, position]].expand(rows, 2, V)
@@ -65,7 +84,9 @@ def test_output_is_distributed_as_the_targets(one_hot, truncation):
 
 def test_synthetic_acceptance_is_alpha():
     proposed, logits = torch.zeros(4000, 4, dtype=torch.int64), torch.randn(4000, 5, V)
-    verdict = accept_synthetic(proposed, logits, torch.arange(5).expand(4000, 5), 0.7, Sampling(seed=1))
+    verdict = accept_synthetic(
+        proposed, logits, torch.arange(5).expand(4000, 5), 0.7, Sampling(seed=1)
+    )
     accepted = verdict.num_accepted_B.double()
     assert abs(float((accepted >= 1).double().mean()) - 0.7) < 0.03
     assert abs(float((accepted >= 2).double().mean()) - 0.49) < 0.03
@@ -88,7 +109,8 @@ def test_random_numbers_are_uniform_and_depend_on_everything():
     others = [uniform_BT(sampling, positions, use) for use in Use if use != Use.DECIDE]
     for other in (uniform_BT(Sampling(seed=1), positions, Use.DECIDE), *others):
         assert abs(float(torch.corrcoef(torch.stack((u.flatten(), other.flatten())))[0, 1])) < 0.03
-    assert torch.stack((u, *others)).unique().numel() == len(Use) * u.numel()  # no use of a position is one of another
+    # No use of a position is one of another.
+    assert torch.stack((u, *others)).unique().numel() == len(Use) * u.numel()
     assert torch.equal(uniform_BT(sampling, positions[:3, 7:9], Use.DECIDE), u[:3, 7:9])
     assert torch.equal(uniform_BT(Sampling(sequence=30), positions[:10], Use.DECIDE), u[30:])
 
@@ -107,7 +129,9 @@ def test_rows_with_settings_of_their_own_draw_what_each_would_alone():
     rows.greedy = False
     for row, sampling in enumerate(each):
         rows.set_row(row, sampling)
-    logits = torch.randn(len(each), 30, V, generator=torch.Generator().manual_seed(0)).round(decimals=1)
+    logits = torch.randn(len(each), 30, V, generator=torch.Generator().manual_seed(0)).round(
+        decimals=1
+    )
     logits[0, :, 3] = logits[0].amax(-1)
     positions = torch.arange(30).expand(len(each), -1)
     tokens, _ = choose(logits, positions, Use.DECIDE, rows)

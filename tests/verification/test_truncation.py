@@ -1,4 +1,6 @@
-"""Cutting distributions: every way against the sorted definition, and the kernel for GPUs compiled."""
+"""Cutting distributions: every way against the sorted definition, and the kernel for GPUs
+compiled.
+"""
 
 import pytest
 import torch
@@ -11,14 +13,18 @@ from tests.verification.twin import SETTINGS, check
 
 @pytest.mark.parametrize(("vocab", "few"), [(11, 256), (300, 256), (300, 8)])
 def test_against_the_sorted_definition(monkeypatch, vocab, few):
-    """Small vocabularies are sorted; of large ones, only the likeliest tokens if these are enough."""
+    """Small vocabularies are sorted; of large ones, only the likeliest tokens if these are
+    enough.
+    """
     monkeypatch.setattr(ours, "FEW", few)
     check(probabilities, vocab)
 
 
 @pytest.mark.parametrize("vocab", [5000, 5120])
 def test_draws_from_a_large_vocabulary_have_its_distribution(vocab):
-    """Draw by blocks, the last of which may be shorter. No token of probability 0 is drawn; chi-square for the rest."""
+    """Draw by blocks, the last of which may be shorter. No token of probability 0 is drawn;
+    chi-square for the rest.
+    """
     generator = torch.Generator().manual_seed(vocab)
     p = (torch.randn(vocab, generator=generator) * 3).softmax(-1)
     p[512:768] = p[::7] = 0.0  # a whole block and others' tokens
@@ -46,13 +52,20 @@ def test_a_draw_is_where_the_cumulative_distribution_exceeds_u(vocab):
     assert ((cdf - p).gather(-1, token) <= threshold + 1e-6).all()
     last = torch.zeros(2, vocab)
     last[:, -2:] = torch.tensor([0.25, 0.75])
-    assert draw(last, torch.tensor([0.2, 0.3], dtype=torch.float64)).tolist() == [vocab - 2, vocab - 1]
+    assert draw(last, torch.tensor([0.2, 0.3], dtype=torch.float64)).tolist() == [
+        vocab - 2,
+        vocab - 1,
+    ]
 
 
 @pytest.mark.parametrize("vocab", [300, 5000])
 def test_a_draw_from_nan_is_a_token(vocab):
     """The token is looked up in the embedding; the pass that reads the logits reports them."""
-    assert 0 <= int(draw(torch.full((vocab,), float("nan")), torch.tensor(0.5, dtype=torch.float64))) < vocab
+    assert (
+        0
+        <= int(draw(torch.full((vocab,), float("nan")), torch.tensor(0.5, dtype=torch.float64)))
+        < vocab
+    )
 
 
 def test_a_token_does_not_depend_on_other_rows():
@@ -63,19 +76,24 @@ def test_a_token_does_not_depend_on_other_rows():
         together, _ = choose(logits, positions, Use.DECIDE, sampling)
         for row in range(6):
             alone = Sampling(sampling.temperature, sampling.top_k, sampling.top_p, sequence=row)
-            assert torch.equal(choose(logits[row : row + 1], positions[:1], Use.DECIDE, alone)[0][0], together[row])
+            assert torch.equal(
+                choose(logits[row : row + 1], positions[:1], Use.DECIDE, alone)[0][0], together[row]
+            )
 
 
 @pytest.mark.parametrize("capability", [90, pytest.param(80, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    ("top_k", "top_p", "tiles"), [(50, 0.9, 1), (None, 0.9, 4), (50, None, 1)], ids=["both", "top_p", "top_k"]
+    ("top_k", "top_p", "tiles"),
+    [(50, 0.9, 1), (None, 0.9, 4), (50, None, 1)],
+    ids=["both", "top_p", "top_k"],
 )
 def test_compiled(top_k, top_p, tiles, capability):
-    """On a fake GPU a distribution takes three kernels, which sort nothing, wait for nothing and spill nothing, and its
-    random numbers another one.
+    """On a fake GPU a distribution takes three kernels, which sort nothing, wait for nothing and
+    spill nothing, and its random numbers another one.
 
-    On an H100 the three take at most 0.15 ms for the rows of a round, by the instructions that they issue: where top-k
-    keeps 50 logits, and where a sixteenth of the vocabulary may be in the nucleus.
+    On an H100 the three take at most 0.15 ms for the rows of a round, by the instructions that they
+    issue: where top-k keeps 50 logits, and where a sixteenth of the vocabulary may be in the
+    nucleus.
     """
     pytest.importorskip("triton", reason="needs Triton (Linux only)")
     from tests.gpu_rehearsal.compile import compiled
@@ -88,7 +106,12 @@ def test_compiled(top_k, top_p, tiles, capability):
         with recording.of() as seen:
             choose(logits, positions, Use.DECIDE, Sampling(0.8, top_k, top_p))
     assert not seen.faults
-    assert [launch.name for launch in seen.launches] == ["collect", "find_cut", "write", "draw_numbers"]
+    assert [launch.name for launch in seen.launches] == [
+        "collect",
+        "find_cut",
+        "write",
+        "draw_numbers",
+    ]
     assert not {"sort", "topk", "bitwise_xor"} & {op.name for op in seen.ops}
     vocabulary = [op.name for op in seen.ops if (24, 5, 128256) in op.inputs]
     assert len(vocabulary) <= 3, vocabulary  # sums of blocks, a block
@@ -98,7 +121,10 @@ def test_compiled(top_k, top_p, tiles, capability):
         assert kernel.programs >= 1
     for rows in (24, 120, 320) if capability == 90 else ():
         pairs = zip(seen.launches[:3], kernels, strict=False)
-        assert sum(truncation_seconds(launch, kernel, rows, tiles) for launch, kernel in pairs) <= 0.15e-3
+        assert (
+            sum(truncation_seconds(launch, kernel, rows, tiles) for launch, kernel in pairs)
+            <= 0.15e-3
+        )
 
 
 @pytest.mark.gpu

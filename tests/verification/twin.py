@@ -1,4 +1,6 @@
-"""The distribution that sampling draws from, slowly, by its definition; and logits that are hard to cut."""
+"""The distribution that sampling draws from, slowly, by its definition; and logits that are hard to
+cut.
+"""
 
 import torch
 
@@ -6,7 +8,9 @@ from magicdec.verification.sampling import Sampling
 
 
 def sorted_probabilities(logits, sampling):
-    """Return a row's distribution (V,), and how far the nearest decision of top-p was from another one."""
+    """Return a row's distribution (V,), and how far the nearest decision of top-p was from another
+    one.
+    """
     logits = logits.float() / sampling.temperature
     tokens = range(len(logits))
     if sampling.top_k is not None:
@@ -25,13 +29,25 @@ def sorted_probabilities(logits, sampling):
 
 
 def hard_logits(vocab):
-    """Return rows (N, V): random, flat, peaked, rounded to many ties, powers of two, and with tokens ruled out."""
+    """Return rows (N, V): random, flat, peaked, rounded to many ties, powers of two, and with
+    tokens ruled out.
+    """
     generator = torch.Generator().manual_seed(vocab)
     normal = torch.randn(vocab, generator=generator)
     halves = -torch.arange(vocab).clamp(max=20) * torch.tensor(2.0).log()
     ruled_out = normal.clone().masked_fill(torch.arange(vocab) % 3 == 0, float("-inf"))
-    rows = [normal, normal * 8, torch.zeros(vocab), normal.round(), normal.bfloat16().float() * 3, halves, ruled_out]
-    return torch.stack([*rows, torch.where(torch.arange(vocab) < vocab // 2, 1.0, -1e4), -normal.abs() - 50])
+    rows = [
+        normal,
+        normal * 8,
+        torch.zeros(vocab),
+        normal.round(),
+        normal.bfloat16().float() * 3,
+        halves,
+        ruled_out,
+    ]
+    return torch.stack(
+        [*rows, torch.where(torch.arange(vocab) < vocab // 2, 1.0, -1e4), -normal.abs() - 50]
+    )
 
 
 SETTINGS = [
@@ -43,8 +59,12 @@ SETTINGS = [
 ]
 
 
-def check(distribution, vocab, settings=SETTINGS, rows=slice(None), tolerance=1e-6, dtype=torch.float32):
-    """Compare `distribution(logits_NV, sampling)` with the slow one: the same tokens, the same probabilities."""
+def check(
+    distribution, vocab, settings=SETTINGS, rows=slice(None), tolerance=1e-6, dtype=torch.float32
+):
+    """Compare `distribution(logits_NV, sampling)` with the slow one: the same tokens, the same
+    probabilities.
+    """
     logits = hard_logits(vocab)[rows].to(dtype)
     for sampling in settings:
         found = distribution(logits, sampling)

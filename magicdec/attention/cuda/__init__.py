@@ -1,1 +1,3 @@
-"""Attention backends for NVIDIA GPUs: imported where one is asked for, or where attention=auto finds a GPU."""
+"""Attention backends for NVIDIA GPUs: imported where one is asked for, or where attention=auto
+finds a GPU.
+"""

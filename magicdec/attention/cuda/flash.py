@@ -1,11 +1,12 @@
-"""Attention by the flash-attn package, for NVIDIA GPUs (FlashAttention-2, arXiv 2307.08691, and -3, arXiv 2407.08608).
+"""Attention by the flash-attn package, for NVIDIA GPUs (FlashAttention-2, arXiv 2307.08691, and -3,
+arXiv 2407.08608).
 
-T new tokens, H query heads over K KV heads, J = H / K. The library's function for caches serves both prefill and
-decoding: each row may have its own length.
+T new tokens, H query heads over K KV heads, J = H / K. The library's function for caches serves
+both prefill and decoding: each row may have its own length.
 
-FlashAttention-2 reads K and V once for the J heads that share them only where there is a single query token. A
-verification of few tokens therefore goes to Triton's kernel, which reads them once for all J x T. FlashAttention-3
-packs query heads itself, and is used for every pass.
+FlashAttention-2 reads K and V once for the J heads that share them only where there is a single
+query token. A verification of few tokens therefore goes to Triton's kernel, which reads them once
+for all J x T. FlashAttention-3 packs query heads itself, and is used for every pass.
 """
 
 from collections.abc import Callable
@@ -25,10 +26,11 @@ MAX_HEAD_DIM = 256
 FEW_TOKENS = 32  # a verification; more are a prefill
 
 
-# The modules of each version, in the order in which they are looked for; newer wheels of version 3 have the first one.
+# The modules of each version, in the order in which they are looked for; newer wheels of version 3
+# have the first one.
 MODULES = {3: ("flash_attn_3.flash_attn_interface", "flash_attn_interface"), 2: ("flash_attn",)}
-# Indices of version 3's wheels, by the CUDA that PyTorch is built for (docs/attention.md has the sources). Version 2
-# has no wheels for the PyTorch that the package requires.
+# Indices of version 3's wheels, by the CUDA that PyTorch is built for (docs/attention.md has the
+# sources). Version 2 has no wheels for the PyTorch that the package requires.
 INDICES_3 = {"12.6": "cu126", "12.8": "cu128", "12.9": "cu129", "13.0": "cu130"}
 
 
@@ -41,7 +43,9 @@ class Library(NamedTuple):
 
 
 def library() -> Library:
-    """Return the best version that can be used here. Raise ImportError, with the reasons, if there is none."""
+    """Return the best version that can be used here. Raise ImportError, with the reasons, if there
+    is none.
+    """
     passed_over: list[str] = []
     for version, modules in MODULES.items():
         name = f"FlashAttention-{version}"
@@ -70,7 +74,10 @@ def remedy() -> str:
         index = f"https://download.pytorch.org/whl/{INDICES_3[cuda]}"
         return f"install it: pip install --no-deps flash-attn-3 --index-url {index}"
     version = ".".join(torch.__version__.split(".")[:2])
-    return f"no wheel is known for this GPU, PyTorch {version} and CUDA {cuda or 'none'} (docs/attention.md)"
+    return (
+        f"no wheel is known for this GPU, PyTorch {version} and CUDA {cuda or 'none'}"
+        " (docs/attention.md)"
+    )
 
 
 @BACKENDS.register(Backend("flash", "cuda", priority=1))
@@ -87,7 +94,10 @@ class FlashAttention(LibraryAttention):
         if obstacle := dtype_obstacle(dtype, (torch.bfloat16, torch.float16)):
             return obstacle
         if head_dim % 8 or head_dim > MAX_HEAD_DIM:
-            return f"needs a head dim that is a multiple of 8 and at most {MAX_HEAD_DIM}, not {head_dim}"
+            return (
+                f"needs a head dim that is a multiple of 8 and at most {MAX_HEAD_DIM}, not"
+                f" {head_dim}"
+            )
         try:
             library()
         except ImportError as error:

@@ -1,12 +1,13 @@
-"""Attention by the FlashInfer package, for NVIDIA GPUs (Ye et al. 2025, arXiv 2501.01005): something to compare with.
+"""Attention by the FlashInfer package, for NVIDIA GPUs (Ye et al. 2025, arXiv 2501.01005):
+something to compare with.
 
-B rows, S slots, T new tokens, H query heads over K KV heads, D head dim. Its kernel packs the query heads of a KV head
-for any T, and balances the work by lengths that it reads on the host before each pass: no graph can capture that, and
-`auto` never takes it.
+B rows, S slots, T new tokens, H query heads over K KV heads, D head dim. Its kernel packs the query
+heads of a KV head for any T, and balances the work by lengths that it reads on the host before each
+pass: no graph can capture that, and `auto` never takes it.
 
-It reads the cache in pages. Ours is the same memory seen differently: the entries of KV head k of row b start at slot
-(b K + k) S. A page starts at any slot of the first head, b K S + s, and those of the other heads S slots further on
-each: pages overlap, and their size depends on no capacity.
+It reads the cache in pages. Ours is the same memory seen differently: the entries of KV head k of
+row b start at slot (b K + k) S. A page starts at any slot of the first head, b K S + s, and those
+of the other heads S slots further on each: pages overlap, and their size depends on no capacity.
 """
 
 from typing import Any
@@ -22,8 +23,9 @@ from magicdec.config.registry import BACKENDS
 
 HEAD_DIMS = (64, 128, 256)
 PAGE = 16  # slots; splits of the work consist of whole pages
-# Query tokens of a verification. FlashAttention-3, which the library would choose for itself on Hopper, neither packs
-# the query heads of a KV head nor divides a row's entries: of use in a prefill alone.
+# Query tokens of a verification. FlashAttention-3, which the library would choose for itself on
+# Hopper, neither packs the query heads of a KV head nor divides a row's entries: of use in a
+# prefill alone.
 FEW_TOKENS = 32
 WORKSPACE = 128 << 20  # bytes, as its documentation advises
 
@@ -101,7 +103,11 @@ class FlashInferAttention(LibraryAttention):
 
 
 def paged(x_BKSD: Tensor) -> Tensor:
-    """Return the same entries as (page, K, slot of the page, D): a page for each slot that one may start at."""
+    """Return the same entries as (page, K, slot of the page, D): a page for each slot that one may
+    start at.
+    """
     assert x_BKSD.is_contiguous()
     B, K, S, D = x_BKSD.shape
-    return x_BKSD.as_strided((max(1, ((B - 1) * K + 1) * S - PAGE + 1), K, min(PAGE, S), D), (D, S * D, D, 1))
+    return x_BKSD.as_strided(
+        (max(1, ((B - 1) * K + 1) * S - PAGE + 1), K, min(PAGE, S), D), (D, S * D, D, 1)
+    )

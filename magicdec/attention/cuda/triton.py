@@ -14,7 +14,12 @@ from magicdec.attention.codes import Coded
 from magicdec.attention.cuda import triton_codes as codes
 from magicdec.attention.cuda import triton_grid as grid
 from magicdec.attention.cuda.triton_grid import ceil_div, kernels, power_of_2
-from magicdec.attention.sdpa_fallback import KernelAttention, KernelPlan, dtype_obstacle, with_dense_entries
+from magicdec.attention.sdpa_fallback import (
+    KernelAttention,
+    KernelPlan,
+    dtype_obstacle,
+    with_dense_entries,
+)
 from magicdec.config.choices import Backend
 from magicdec.config.registry import BACKENDS
 from magicdec.kernels.toolchain import triton_obstacle
@@ -51,13 +56,23 @@ class TritonAttention(KernelAttention):
 
     @override
     def decode(
-        self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: KernelPlan, indices_BKN: Tensor | None
+        self,
+        q_BTHD: Tensor,
+        k_BKSD: Tensor,
+        v_BKSD: Tensor,
+        plan: KernelPlan,
+        indices_BKN: Tensor | None,
     ) -> Tensor:
         return self._attend(q_BTHD, k_BKSD, v_BKSD, plan, indices_BKN, None)[0]
 
     @override
     def decode_scored(
-        self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: KernelPlan, counted_BT: Tensor | None
+        self,
+        q_BTHD: Tensor,
+        k_BKSD: Tensor,
+        v_BKSD: Tensor,
+        plan: KernelPlan,
+        counted_BT: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         (B, T, H, _), (K, S) = q_BTHD.shape, k_BKSD.shape[1:3]
         raw = torch.empty((B * K, H // K * T, S), dtype=torch.float32, device=q_BTHD.device)
@@ -85,7 +100,9 @@ class TritonAttention(KernelAttention):
         return out_BTHD, scores_BKS
 
     @override
-    def attend_coded(self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: KernelPlan, coded: Coded) -> Tensor:
+    def attend_coded(
+        self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: KernelPlan, coded: Coded
+    ) -> Tensor:
         if not codes.reads(coded, plan, q_BTHD):
             return super().attend_coded(q_BTHD, k_BKSD, v_BKSD, plan, coded)
         q, k, v = map(with_dense_entries, (q_BTHD, k_BKSD, v_BKSD))
@@ -100,27 +117,41 @@ class TritonAttention(KernelAttention):
         indices_BKN: Tensor | None,
         raw: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the output, and the log-sum-exp of each split; write scores to `raw` where it is given."""
+        """Return the output, and the log-sum-exp of each split; write scores to `raw` where it is
+        given.
+        """
         (B, T, H, D), (K, S) = q_BTHD.shape, k_BKSD.shape[1:3]
         J, positions = H // K, plan.positions_BKS
         variant = Variant(
-            q_BTHD.dtype, K, J, D, J * T, T == 1, indices_BKN is not None, raw is not None, positions is not None
+            q_BTHD.dtype,
+            K,
+            J,
+            D,
+            J * T,
+            T == 1,
+            indices_BKN is not None,
+            raw is not None,
+            positions is not None,
         )
         arguments: dict[str, Any] = {
-            "q": q_BTHD, "k": k_BKSD, "v": v_BKSD, "seqlens": plan.seqlens_B, "indices": indices_BKN,
+            "q": q_BTHD, "k": k_BKSD, "v": v_BKSD, "seqlens": plan.seqlens_B, "indices": indices_BKN,  # noqa: E501
             "positions": positions, "raw": raw, "T": T, "S": S, "reach": plan.window,
-            "num_indices": 0 if indices_BKN is None else indices_BKN.shape[-1], "scale": D**-0.5 * 1.4426950408889634,
+            "num_indices": 0 if indices_BKN is None else indices_BKN.shape[-1], "scale": D**-0.5 * 1.4426950408889634,  # noqa: E501
         }  # fmt: skip
         for name, x in (("q", q_BTHD), ("k", k_BKSD), ("v", v_BKSD)):
             second, third = ("token", "head") if name == "q" else ("head", "slot")
-            arguments |= zip((f"{name}_row", f"{name}_{second}", f"{name}_{third}"), x.stride(), strict=False)
+            arguments |= zip(
+                (f"{name}_row", f"{name}_{second}", f"{name}_{third}"), x.stride(), strict=False
+            )
         reads = S if positions is not None else min(S, plan.reach + T)
         if variant.selected:
             reads = arguments["num_indices"]
         tiles = ceil_div(J * T, variant.tile)
         compiled = replace(variant, query_rows=min(2 * MAX_TILE, power_of_2(variant.query_rows)))
         constants, options = variant.constants(split=True), variant.options
-        at_once = grid.programs_at_once(compiled, kernels().attend_split, arguments | constants, options, q_BTHD.dtype)
+        at_once = grid.programs_at_once(
+            compiled, kernels().attend_split, arguments | constants, options, q_BTHD.dtype
+        )
         splits = grid.split_count(B * K * tiles, reads, variant.block, at_once)
         parts = grid.allocate(q_BTHD, K, splits)
         if not q_BTHD.is_meta:  # a memory estimate counts these allocations alone
@@ -146,8 +177,11 @@ class Variant:
 
     @property
     def tile(self) -> int:
-        """The query rows of a program: all of them if registers suffice, so that K and V are read once."""
-        # The registers of other GPUs hold 128 rows while they are split, but not while a prefill writes its output.
+        """The query rows of a program: all of them if registers suffice, so that K and V are read
+        once.
+        """
+        # The registers of other GPUs hold 128 rows while they are split, but not while a prefill
+        # writes its output.
         most = MAX_TILE if grid.reads_shared() or self.query_rows <= MAX_TILE else MAX_TILE // 2
         if self.selected or self.scored:
             most = 64
@@ -157,18 +191,24 @@ class Variant:
 
     @property
     def block(self) -> int:
-        """The slots that are read at a time. Scores that are written out take registers; an A100 has few for fp32."""
+        """The slots that are read at a time. Scores that are written out take registers; an A100
+        has few for fp32.
+        """
         few_registers = self.scored or (self.dtype == torch.float32 and grid.gpu().capability < 90)
         return 32 if few_registers or self.shallow else 64
 
     @property
     def shallow(self) -> bool:
-        """Return whether blocks are short, so that three programs fit into the shared memory of an H100."""
+        """Return whether blocks are short, so that three programs fit into the shared memory of an
+        H100.
+        """
         return self.tile == 32 and self.dtype != torch.float32 and not self.scored
 
     @property
     def options(self) -> dict[str, int | bool]:
-        """The compiler's options. As many blocks are in flight as the smallest shared memory holds, that of an L40."""
+        """The compiler's options. As many blocks are in flight as the smallest shared memory holds,
+        that of an L40.
+        """
         numbers = self.tile * power_of_2(self.head_dim)
         few = numbers <= (8192 if grid.reads_shared() else 4096)
         if self.dtype == torch.float32:
@@ -191,6 +231,8 @@ class Variant:
             "SELECTED": self.selected,
             "SPLIT": split,
             "SCORED": self.scored,
-            "UNMASKED": self.query_rows > MAX_TILE and not (self.selected or self.scored or self.positioned),
+            "UNMASKED": (
+                self.query_rows > MAX_TILE and not (self.selected or self.scored or self.positioned)
+            ),
             "UPCAST": kernels().INTERPRETED,  # whose bf16 matmuls are wrong
         }

@@ -19,7 +19,9 @@ MAX_ROWS: Final = 32  # query rows: one tile
 
 
 def reads(coded: Coded, plan: KernelPlan, q_BTHD: Tensor) -> bool:
-    """Return whether the kernel can read these codes: without a window, and as the usual groups and head dims are."""
+    """Return whether the kernel can read these codes: without a window, and as the usual groups and
+    head dims are.
+    """
     fits = coded.k.group_size % BLOCK == 0 and q_BTHD.shape[-1] // 2 % coded.v.group_size == 0
     rows = plan.shape.group_size * plan.shape.num_new
     plain = plan.window is None and plan.positions_BKS is None
@@ -27,7 +29,9 @@ def reads(coded: Coded, plan: KernelPlan, q_BTHD: Tensor) -> bool:
 
 
 def options(dtype: torch.dtype, tile: int) -> dict[str, int | bool]:
-    """Return the compiler's options: few warps decode scales for more numbers each, more of them hold more numbers."""
+    """Return the compiler's options: few warps decode scales for more numbers each, more of them
+    hold more numbers.
+    """
     if dtype == torch.float32:
         warps, stages = 4 if tile == 16 else 8, 2
     else:
@@ -35,7 +39,9 @@ def options(dtype: torch.dtype, tile: int) -> dict[str, int | bool]:
     return {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
 
 
-def attend(q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, seqlens_B: Tensor, coded: Coded) -> Tensor:
+def attend(
+    q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, seqlens_B: Tensor, coded: Coded
+) -> Tensor:
     """Return attention (B, T, H, D) over codes before the exact entries."""
     from magicdec.kernels import coded_kv  # imports Triton
 
@@ -43,7 +49,7 @@ def attend(q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, seqlens_B: Tensor, co
     J, bits, layer = H // K, coded.k.bits, coded.layer
     tile = max(16, power_of_2(J * T))
     arguments: dict[str, Any] = {
-        "q": q_BTHD, "k": k_BKSD, "v": v_BKSD, "seqlens": seqlens_B, "first_exact": coded.first_exact_B, "T": T,
+        "q": q_BTHD, "k": k_BKSD, "v": v_BKSD, "seqlens": seqlens_B, "first_exact": coded.first_exact_B, "T": T,  # noqa: E501
         "num_tiles": coded.k.codes_LBKNC.shape[3], "scale": D**-0.5 * 1.4426950408889634,
     }  # fmt: skip
     for name, codes in (("k", coded.k), ("v", coded.v)):
@@ -51,14 +57,18 @@ def attend(q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, seqlens_B: Tensor, co
         arguments[f"{name}_scales"] = codes.scales[layer].view(torch.int32)
     for name, x in (("q", q_BTHD), ("k", k_BKSD), ("v", v_BKSD)):
         second, third = ("token", "head") if name == "q" else ("head", "slot")
-        arguments |= zip((f"{name}_row", f"{name}_{second}", f"{name}_{third}"), x.stride(), strict=False)
+        arguments |= zip(
+            (f"{name}_row", f"{name}_{second}", f"{name}_{third}"), x.stride(), strict=False
+        )
     constants = {
-        "K": K, "J": J, "D": D, "BITS": bits, "G": coded.k.group_size, "F": coded.v.group_size, "TILE": tile,
+        "K": K, "J": J, "D": D, "BITS": bits, "G": coded.k.group_size, "F": coded.v.group_size, "TILE": tile,  # noqa: E501
         "BLOCK": BLOCK, "SPLIT": True, "UPCAST": kernels().INTERPRETED,
     }  # fmt: skip
     compiler = options(q_BTHD.dtype, tile)
     variant = (q_BTHD.dtype, T == 1, *constants.items())
-    at_once = grid.programs_at_once(variant, coded_kv.attend_coded, arguments | constants, compiler, q_BTHD.dtype)
+    at_once = grid.programs_at_once(
+        variant, coded_kv.attend_coded, arguments | constants, compiler, q_BTHD.dtype
+    )
     splits = grid.split_count(B * K, S, BLOCK, at_once)
     parts = grid.allocate(q_BTHD, K, splits)
     if not q_BTHD.is_meta:

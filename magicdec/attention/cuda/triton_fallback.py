@@ -15,8 +15,8 @@ from magicdec.attention.sdpa_fallback import KernelAttention, KernelPlan
 
 
 class LibraryAttention(KernelAttention):
-    """A library's kernel for GPUs, `read_all`. It takes neither selected slots nor positions and returns no scores:
-    Triton's kernel does all that, or sdpa where Triton is missing.
+    """A library's kernel for GPUs, `read_all`. It takes neither selected slots nor positions and
+    returns no scores: Triton's kernel does all that, or sdpa where Triton is missing.
     """
 
     _triton = TritonAttention()
@@ -36,7 +36,12 @@ class LibraryAttention(KernelAttention):
 
     @override
     def decode(
-        self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: KernelPlan, indices_BKN: Tensor | None
+        self,
+        q_BTHD: Tensor,
+        k_BKSD: Tensor,
+        v_BKSD: Tensor,
+        plan: KernelPlan,
+        indices_BKN: Tensor | None,
     ) -> Tensor:
         other = self._triton_for(q_BTHD.device, q_BTHD.dtype, q_BTHD.shape[-1])
         reads_all = indices_BKN is None and plan.positions_BKS is None
@@ -47,19 +52,32 @@ class LibraryAttention(KernelAttention):
         return self._sdpa.attend(q_BTHD, k_BKSD, v_BKSD, plan.sdpa, indices_BKN)
 
     @override
-    def attend_coded(self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: KernelPlan, coded: Coded) -> Tensor:
+    def attend_coded(
+        self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: KernelPlan, coded: Coded
+    ) -> Tensor:
         if other := self._triton_for(q_BTHD.device, q_BTHD.dtype, q_BTHD.shape[-1]):
             return other.attend_coded(q_BTHD, k_BKSD, v_BKSD, plan, coded)
         return super().attend_coded(q_BTHD, k_BKSD, v_BKSD, plan, coded)
 
     @override
     def decode_scored(
-        self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: KernelPlan, counted_BT: Tensor | None
+        self,
+        q_BTHD: Tensor,
+        k_BKSD: Tensor,
+        v_BKSD: Tensor,
+        plan: KernelPlan,
+        counted_BT: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         if other := self._triton_for(q_BTHD.device, q_BTHD.dtype, q_BTHD.shape[-1]):
             return other.decode_scored(q_BTHD, k_BKSD, v_BKSD, plan, counted_BT)
         return super().decode_scored(q_BTHD, k_BKSD, v_BKSD, plan, counted_BT)
 
-    def _triton_for(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> KernelAttention | None:
-        """Return Triton's kernel if it can be used. On the meta device, the memory of a GPU is estimated."""
-        return None if device.type == "cpu" or self._triton.obstacle(dtype, head_dim) else self._triton
+    def _triton_for(
+        self, device: torch.device, dtype: torch.dtype, head_dim: int
+    ) -> KernelAttention | None:
+        """Return Triton's kernel if it can be used. On the meta device, the memory of a GPU is
+        estimated.
+        """
+        return (
+            None if device.type == "cpu" or self._triton.obstacle(dtype, head_dim) else self._triton
+        )

@@ -1,4 +1,6 @@
-"""How the Triton kernels' work is divided among the programs of a GPU, and how the parts of a pass are merged."""
+"""How the Triton kernels' work is divided among the programs of a GPU, and how the parts of a pass
+are merged.
+"""
 
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -11,7 +13,8 @@ from torch import Tensor
 MIN_SPLIT = 128  # slots
 MAX_SPLITS = 64
 MAX_WAVES = 4  # of programs that are made by splitting: partial results take memory
-MERGE = 512  # slots that a program reads in the time that merging splits takes, another launch included
+# Slots that a program reads in the time that merging splits takes, another launch included.
+MERGE = 512
 START = 128  # slots' worth of time that a program takes to fill its pipeline and to write its part
 MERGED_NUMBERS = 8192  # in the registers of a merging program
 REGISTERS = 1 << 16  # of a multiprocessor
@@ -20,7 +23,9 @@ SYSTEM_SHARED = 1024  # bytes of shared memory that a program takes beyond its o
 
 
 def kernels() -> Any:
-    """Return the module of the kernels. Importing Triton takes long, and it may not be installed."""
+    """Return the module of the kernels. Importing Triton takes long, and it may not be
+    installed.
+    """
     from magicdec.kernels import split_kv
 
     return split_kv
@@ -46,7 +51,9 @@ class Gpu:
     warps: int  # of a multiprocessor
 
     def programs(self, registers: int, shared: int, warps: int) -> int:
-        """Return the programs at once, from the registers of a thread, the bytes and the warps of a program."""
+        """Return the programs at once, from the registers of a thread, the bytes and the warps of a
+        program.
+        """
         of_warp = -(-registers * 32 // 256) * 256
         by_shared = self.shared // (shared + SYSTEM_SHARED)
         return self.sms * max(1, min(REGISTERS // of_warp // warps, by_shared, self.warps // warps))
@@ -57,7 +64,9 @@ NO_GPU = Gpu(80, 2, 164 << 10, 64)
 
 @cache
 def gpu() -> Gpu:
-    """Return the current GPU; without one, for kernels that are interpreted, a small one that compiles nothing."""
+    """Return the current GPU; without one, for kernels that are interpreted, a small one that
+    compiles nothing.
+    """
     if not torch.cuda.is_available():
         return NO_GPU
     found = torch.cuda.get_device_properties(None)
@@ -70,7 +79,9 @@ def gpu() -> Gpu:
 
 
 def reads_shared() -> bool:
-    """Return whether matmuls read shared memory, so that operands take no registers: on Hopper and B200."""
+    """Return whether matmuls read shared memory, so that operands take no registers: on Hopper and
+    B200.
+    """
     return gpu().capability in (90, 100)
 
 
@@ -78,18 +89,30 @@ _programs: dict[Hashable, int] = {}
 
 
 def programs_at_once(
-    variant: Hashable, kernel: Any, values: dict[str, Any], options: dict[str, Any], dtype: torch.dtype
+    variant: Hashable,
+    kernel: Any,
+    values: dict[str, Any],
+    options: dict[str, Any],
+    dtype: torch.dtype,
 ) -> int:
-    """Return how many programs of a variant of a kernel the current GPU runs at once, as it compiles them for these
-    arguments and constants.
+    """Return how many programs of a variant of a kernel the current GPU runs at once, as it
+    compiles them for these arguments and constants.
     """
     if variant not in _programs:
-        _programs[variant] = 4 * NO_GPU.sms if gpu() is NO_GPU else _compiled_programs(kernel, values, options, dtype)
+        _programs[variant] = (
+            4 * NO_GPU.sms
+            if gpu() is NO_GPU
+            else _compiled_programs(kernel, values, options, dtype)
+        )
     return _programs[variant]
 
 
-def _compiled_programs(kernel: Any, values: dict[str, Any], options: dict[str, Any], dtype: torch.dtype) -> int:
-    values = values | dict.fromkeys(("partial", "lse"), torch.float32) | {"out": dtype, "num_splits": 2}
+def _compiled_programs(
+    kernel: Any, values: dict[str, Any], options: dict[str, Any], dtype: torch.dtype
+) -> int:
+    values = (
+        values | dict.fromkeys(("partial", "lse"), torch.float32) | {"out": dtype, "num_splits": 2}
+    )
     made = kernel.warmup(*(values[name] for name in kernel.arg_names), **options, grid=(1, 1, 1))
     try:
         made._init_handles()  # private: loads it, which says how many registers it takes
@@ -104,8 +127,8 @@ def merge_rows(query_rows: int, numbers_per_row: int) -> int:
 
 
 def split_count(programs: int, num_slots: int, block: int, at_once: int) -> int:
-    """Return into how many splits each of `programs` is divided so that the GPU ends first: few waves of `at_once`
-    programs, the last one full. All take the same time, as many blocks.
+    """Return into how many splits each of `programs` is divided so that the GPU ends first: few
+    waves of `at_once` programs, the last one full. All take the same time, as many blocks.
     """
 
     def time(splits: int) -> int:
@@ -117,8 +140,9 @@ def split_count(programs: int, num_slots: int, block: int, at_once: int) -> int:
 
 
 class Parts(NamedTuple):
-    """The output of a pass, and what its splits write: `partial` (B x K, splits, R, D) only if there are several, and
-    the log-sum-exp (B x K, splits, R), both in fp32, for R query rows of a KV head.
+    """The output of a pass, and what its splits write: `partial` (B x K, splits, R, D) only if
+    there are several, and the log-sum-exp (B x K, splits, R), both in fp32, for R query rows of a
+    KV head.
     """
 
     out_BTHD: Tensor
@@ -128,7 +152,12 @@ class Parts(NamedTuple):
     @property
     def arguments(self) -> dict[str, Any]:
         """Return the kernels' arguments."""
-        return {"out": self.out_BTHD, "partial": self.partial, "lse": self.lse, "num_splits": self.lse.shape[1]}
+        return {
+            "out": self.out_BTHD,
+            "partial": self.partial,
+            "lse": self.lse,
+            "num_splits": self.lse.shape[1],
+        }
 
 
 def allocate(q_BTHD: Tensor, num_kv_heads: int, splits: int) -> Parts:
@@ -136,7 +165,9 @@ def allocate(q_BTHD: Tensor, num_kv_heads: int, splits: int) -> Parts:
     B, T, H, D = q_BTHD.shape
     shape = (B * num_kv_heads, splits, H // num_kv_heads * T)
     out_BTHD = torch.empty((B, T, H, D), dtype=q_BTHD.dtype, device=q_BTHD.device)
-    partial = torch.empty((*shape, D), dtype=torch.float32, device=q_BTHD.device) if splits > 1 else None
+    partial = (
+        torch.empty((*shape, D), dtype=torch.float32, device=q_BTHD.device) if splits > 1 else None
+    )
     return Parts(out_BTHD, partial, torch.empty(shape, dtype=torch.float32, device=q_BTHD.device))
 
 

@@ -60,11 +60,16 @@ class Export:
     inter_token_latency: Metric | None = None
     inter_chunk_latency: Metric | None = None
     benchmark_duration: Metric | None = None
-    pooled_spec_decode_acceptance_histogram: dict[int, int] | None = None  # rounds by accepted tokens
+    # Rounds by accepted tokens.
+    pooled_spec_decode_acceptance_histogram: dict[int, int] | None = None
     total_usage_accepted_prediction_tokens: Metric | None = None  # as servers like ours report them
     total_usage_rejected_prediction_tokens: Metric | None = None
-    phases: list[Phase] = Field(default_factory=list, validation_alias=AliasPath("input_config", "phases"))
-    loadgen: Phase | None = Field(default=None, validation_alias=AliasPath("input_config", "loadgen"))
+    phases: list[Phase] = Field(
+        default_factory=list, validation_alias=AliasPath("input_config", "phases")
+    )
+    loadgen: Phase | None = Field(
+        default=None, validation_alias=AliasPath("input_config", "loadgen")
+    )
     model: str | None = Field(default=None, validation_alias=AliasChoices(*MODEL))
 
     @property
@@ -78,8 +83,13 @@ def levels(content: Mapping[str, Any], where: str) -> list[LoadResult]:
     """Return the level of a file."""
     one = parse(Export, content, where=where)
     if one.request_count.avg < 1:
-        raise UserError(f"{where}: request_count={one.request_count.avg:g}: no request was answered")
-    metrics = {"tokens_per_second": one.output_token_throughput.avg, "requests_per_second": one.request_throughput.avg}
+        raise UserError(
+            f"{where}: request_count={one.request_count.avg:g}: no request was answered"
+        )
+    metrics = {
+        "tokens_per_second": one.output_token_throughput.avg,
+        "requests_per_second": one.request_throughput.avg,
+    }
     metrics |= {"wall_s": one.benchmark_duration.avg} if one.benchmark_duration else {}
     latencies = {
         "time_to_first_token_ms": one.time_to_first_token,
@@ -91,15 +101,25 @@ def levels(content: Mapping[str, Any], where: str) -> list[LoadResult]:
         metrics |= found.latency(name) if found else {}
     phase = one.phase
     lengths = (one.input_sequence_length.avg, one.output_sequence_length.avg)
-    return [LoadResult(one.model, *lengths, phase.concurrency, phase.rate, metrics, _speculation(one))]
+    return [
+        LoadResult(one.model, *lengths, phase.concurrency, phase.rate, metrics, _speculation(one))
+    ]
 
 
 def _speculation(one: Export) -> dict[str, float]:
-    """Return the acceptance: by the rounds, or else by the usage of the answers, which counts no rounds."""
+    """Return the acceptance: by the rounds, or else by the usage of the answers, which counts no
+    rounds.
+    """
     rounds = one.pooled_spec_decode_acceptance_histogram or {}
     if number := sum(rounds.values()):
-        return {"acceptance_length": 1 + sum(accepted * times for accepted, times in rounds.items()) / number}
-    totals = (one.total_usage_accepted_prediction_tokens, one.total_usage_rejected_prediction_tokens)
+        return {
+            "acceptance_length": 1
+            + sum(accepted * times for accepted, times in rounds.items()) / number
+        }
+    totals = (
+        one.total_usage_accepted_prediction_tokens,
+        one.total_usage_rejected_prediction_tokens,
+    )
     accepted, rejected = (total.avg if total else 0.0 for total in totals)
     return {"acceptance_rate": accepted / (accepted + rejected)} if accepted + rejected else {}
 

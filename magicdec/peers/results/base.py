@@ -9,15 +9,19 @@ from magicdec.serving.load import PERCENTILES
 
 @dataclass(frozen=True)
 class LoadResult:
-    """A level of load on a server. Metrics are named as in serving/load.py, those of speculation as for a run."""
+    """A level of load on a server. Metrics are named as in serving/load.py, those of speculation as
+    for a run.
+    """
 
     model: str | None
     context_len: float  # prompt tokens, on average
     generate_len: float  # new tokens, on average
     concurrency: int | None  # at most so many requests at a time
-    rate: float | None  # requests per second that arrive; None: one arrives as soon as another is answered
+    # Requests per second that arrive; None: one arrives as soon as another is answered.
+    rate: float | None
     metrics: Mapping[str, float]
-    speculation: Mapping[str, float] = field(default_factory=dict)  # empty where the file reports none
+    # Empty where the file reports none.
+    speculation: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def load(self) -> dict[str, float]:
@@ -33,10 +37,15 @@ class Format(NamedTuple):
     tool: str
     files: str  # for messages
     keys: Set[str]  # by which a JSON object is known to be one
-    levels: Callable[[Mapping[str, Any], str], list[LoadResult]]  # of a JSON object; the text is its place in errors
+    # Of a JSON object; the text is its place in errors.
+    levels: Callable[[Mapping[str, Any], str], list[LoadResult]]
 
 
-def latency(name: str, mean: float | None, percentiles: Mapping[int, float | None], scale: float = 1.0) -> dict:
+def latency(
+    name: str, mean: float | None, percentiles: Mapping[int, float | None], scale: float = 1.0
+) -> dict:
     """Return a latency in milliseconds as metrics: its mean and the percentiles that are known."""
-    found = {name: mean} | {f"{name}_p{percent}": percentiles.get(percent) for percent in PERCENTILES}
+    found = {name: mean} | {
+        f"{name}_p{percent}": percentiles.get(percent) for percent in PERCENTILES
+    }
     return {key: scale * value for key, value in found.items() if value is not None}

@@ -1,4 +1,5 @@
-"""GuideLLM's benchmarks.json (its inter token latency is our time per output token; its own counts the first one).
+"""GuideLLM's benchmarks.json (its inter token latency is our time per output token; its own counts
+the first one).
 
 https://github.com/vllm-project/guidellm, docs/guides/metrics.md and docs/guides/outputs.md
 """
@@ -16,7 +17,9 @@ from magicdec.rules import JSON, parse
 
 
 def _metric(name: str) -> Any:
-    """Return the field of a metric: its distribution over the requests that were answered; there are others."""
+    """Return the field of a metric: its distribution over the requests that were answered; there
+    are others.
+    """
     return Field(validation_alias=AliasPath("metrics", name, "successful"))
 
 
@@ -56,7 +59,9 @@ class Benchmark:
     request_latency: Summary = _metric("request_latency")  # in seconds
     time_to_first_token_ms: Summary = _metric("time_to_first_token_ms")
     inter_token_latency_ms: Summary = _metric("inter_token_latency_ms")
-    model: str | None = Field(default=None, validation_alias=AliasPath("config", "backend", "model"))
+    model: str | None = Field(
+        default=None, validation_alias=AliasPath("config", "backend", "model")
+    )
 
     @property
     def level(self) -> LoadResult:
@@ -79,7 +84,8 @@ class Report:
     """The file."""
 
     benchmarks: list[Benchmark]
-    version: Literal[2] = Field(validation_alias=AliasPath("metadata", "version"))  # of its form: GuideLLM 0.8's
+    # Of its form: GuideLLM 0.8's.
+    version: Literal[2] = Field(validation_alias=AliasPath("metadata", "version"))
 
 
 def levels(content: Mapping[str, Any], where: str) -> list[LoadResult]:

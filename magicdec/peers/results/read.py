@@ -12,7 +12,9 @@ FORMATS = (vllm_bench.FORMAT, aiperf.FORMAT, guidellm.FORMAT)
 
 
 def read_results(path: Path) -> tuple[str, list[LoadResult]]:
-    """Return the tool that wrote a file, and its levels of load. Raise UserError for a file of none of them."""
+    """Return the tool that wrote a file, and its levels of load. Raise UserError for a file of none
+    of them.
+    """
     tool = ""
     found: list[LoadResult] = []
     for content in _objects(path):

@@ -1,6 +1,7 @@
 """JSON of `vllm bench serve --save-result` or `--append-result`.
 
-https://docs.vllm.ai/en/latest/cli/bench/serve.html. Latencies are those of the client, TPOT without the first token.
+https://docs.vllm.ai/en/latest/cli/bench/serve.html. Latencies are those of the client, TPOT without
+the first token.
 """
 
 from collections.abc import Mapping
@@ -13,7 +14,11 @@ from magicdec.errors import UserError
 from magicdec.peers.results.base import Format, LoadResult, latency
 from magicdec.rules import JSON, parse, parse_values
 
-LATENCIES = {"ttft": "time_to_first_token_ms", "tpot": "time_per_output_token_ms", "e2el": "request_latency_ms"}
+LATENCIES = {
+    "ttft": "time_to_first_token_ms",
+    "tpot": "time_per_output_token_ms",
+    "e2el": "request_latency_ms",
+}
 
 
 @dataclass(frozen=True, config=JSON)
@@ -43,7 +48,9 @@ def levels(content: Mapping[str, Any], where: str) -> list[LoadResult]:
         "requests_per_second": one.request_throughput,
         "wall_s": one.duration,
     }
-    times = {key: value for key, value in content.items() if key.endswith("_ms") and value is not None}
+    times = {
+        key: value for key, value in content.items() if key.endswith("_ms") and value is not None
+    }
     known = parse_values(FiniteFloat, times, where)
     for short, name in LATENCIES.items():
         names = {50: f"median_{short}_ms", 90: f"p90_{short}_ms", 99: f"p99_{short}_ms"}

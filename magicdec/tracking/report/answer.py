@@ -1,6 +1,8 @@
-"""The answer that a store gives: the fastest configuration at each place, how sure that is, and what was held constant.
+"""The answer that a store gives: the fastest configuration at each place, how sure that is, and
+what was held constant.
 
-A place is what is given or assumed, such as model, machine, text, context and batch. The rest is chosen, and ranked.
+A place is what is given or assumed, such as model, machine, text, context and batch. The rest is
+chosen, and ranked.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,10 +19,19 @@ from magicdec.tracking.report.verdict import estimates
 from magicdec.tracking.store import counted
 
 GIVEN = (
-    *("target.name", "device", "hardware.name", "data.name", "data.task", "sampling.temperature", "scenario.alpha"),
+    *(
+        "target.name",
+        "device",
+        "hardware.name",
+        "data.name",
+        "data.task",
+        "sampling.temperature",
+        "scenario.alpha",
+    ),
     *("draft.synthetic_acceptance", "batch.context_len", "batch.size", *LOAD_KEYS),
 )
-PER = {"speedup": "row", "speedup_wall": "batch", "speedup_duration": "level"}  # what each speedup compares
+# What each speedup compares.
+PER = {"speedup": "row", "speedup_wall": "batch", "speedup_duration": "level"}
 HELD = {
     "target.name": "model",
     "device": "machine",
@@ -32,7 +43,9 @@ MAX_SETTINGS, MAX_NAMED, MAX_PLACES = 6, 3, 10
 MAX_RIVALS = 20  # the next best, which are compared with the best
 MEASURED, PREDICTED = "speedup", "predicted/speedup"
 BY = {
-    MEASURED: "Measure: time per output token (TPOT), against each run's own autoregressive baseline",
+    MEASURED: (
+        "Measure: time per output token (TPOT), against each run's own autoregressive baseline"
+    ),
     PREDICTED: "Measure: the cost model's speedup",
 }
 
@@ -47,8 +60,8 @@ class Place:
 
     @cached_property
     def rivals(self) -> list[Row]:
-        """Return the others that are not slower than the best by more than noise. Without an interval of the best
-        nothing is known, and there are none.
+        """Return the others that are not slower than the best by more than noise. Without an
+        interval of the best nothing is known, and there are none.
         """
         if self.key == PREDICTED or interval(self.best, self.key) is None:
             return []
@@ -58,7 +71,9 @@ class Place:
 
     @property
     def noisy_above(self) -> list[Row]:
-        """Return the noisy runs whose speedup is greater than that of the best, which can be trusted more."""
+        """Return the noisy runs whose speedup is greater than that of the best, which can be
+        trusted more.
+        """
         drawn, least = is_synthetic(self.best), self.best[self.key]
         return [row for row in self.others if row[self.key] > least and is_synthetic(row) == drawn]
 
@@ -71,20 +86,28 @@ class Place:
         if self.best[self.key] > 1:
             return "speculative"
         plain = self.best.get("autoregressive/tokens_per_second")
-        return f"autoregressive, {cell(float(plain))} tokens/s" if is_number(plain) else "autoregressive"
+        return (
+            f"autoregressive, {cell(float(plain))} tokens/s"
+            if is_number(plain)
+            else "autoregressive"
+        )
 
     def figure(self) -> str:
         """Return the speedups of the best run, each with its interval."""
         if self.key == PREDICTED:
             return f"predicted {self.best[PREDICTED]:.2f}x per row"
         known = [key for key in PER if is_number(self.best.get(key))]
-        text = " and ".join(f"{self.best[key]:.2f}x per {PER[key]}{_bracket(self.best, key)}" for key in known)
+        text = " and ".join(
+            f"{self.best[key]:.2f}x per {PER[key]}{_bracket(self.best, key)}" for key in known
+        )
         return text.replace("(", "(95% interval ", 1)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One ranking: the places in order, by which speedup, and the settings in which places and candidates differ."""
+    """One ranking: the places in order, by which speedup, and the settings in which places and
+    candidates differ.
+    """
 
     key: str
     places: Sequence[Place]
@@ -94,13 +117,20 @@ class Answer:
 
     @property
     def top(self) -> Place:
-        """Return the place with the greatest speedup among those whose best run can be trusted most."""
+        """Return the place with the greatest speedup among those whose best run can be trusted
+        most.
+        """
         return max(self.places, key=lambda place: (_trust(place.best), place.best[self.key]))
 
     def winner(self, place: Place) -> str:
-        """Say which configuration is the fastest at a place, or from which others it cannot be distinguished."""
+        """Say which configuration is the fastest at a place, or from which others it cannot be
+        distinguished.
+        """
         best, figure = self._name(place.best), place.figure()
-        pays = {"speculative": "", "within noise": "; not faster than autoregressive decoding by more than noise"}
+        pays = {
+            "speculative": "",
+            "within noise": "; not faster than autoregressive decoding by more than noise",
+        }
         rest = pays.get(place.faster, "; autoregressive decoding is faster")
         rest += f"; noisy: {', '.join(found)}" if (found := noise(place.best)) else ""
         if place.noisy_above:
@@ -113,15 +143,21 @@ class Answer:
         if not place.rivals:
             return f"{best} is the fastest, {figure}{rest}"
         more = len(place.rivals) - MAX_NAMED
-        alike = [self._name(row) for row in place.rivals[:MAX_NAMED]] + ([counted(more, "other")] if more > 0 else [])
+        alike = [self._name(row) for row in place.rivals[:MAX_NAMED]] + (
+            [counted(more, "other")] if more > 0 else []
+        )
         return f"not distinguishable: {best}, {figure}, and {', '.join(alike)}{rest}"
 
     def where(self, place: Place) -> str:
         """Name a place among several; "" if there is one."""
-        return ", ".join(f"{key}={cell(place.best[key])}" for key in self.given if key in place.best)
+        return ", ".join(
+            f"{key}={cell(place.best[key])}" for key in self.given if key in place.best
+        )
 
     def sentences(self) -> Iterator[str]:
-        """Yield a sentence for each place, and what was held constant; nothing without measured speedups to compare."""
+        """Yield a sentence for each place, and what was held constant; nothing without measured
+        speedups to compare.
+        """
         if self.key != MEASURED or not any(place.others for place in self.places):
             return
         for place in self.places[:MAX_PLACES]:
@@ -132,26 +168,40 @@ class Answer:
         yield f"held constant: {', '.join(held) or 'nothing'}"
 
     def _name(self, row: Row) -> str:
-        return " ".join(f"{key}={cell(row[key])}" for key in self.chosen if key in row) or str(row["id"])
+        return " ".join(f"{key}={cell(row[key])}" for key in self.chosen if key in row) or str(
+            row["id"]
+        )
 
 
 def answer(rows: Sequence[Row]) -> Answer | None:
-    """Return the ranking of the runs that are done, by what was measured or else predicted; None without a speedup.
+    """Return the ranking of the runs that are done, by what was measured or else predicted; None
+    without a speedup.
 
-    Synthetic acceptance ranks below all that was measured, and a noisy run below those that are not. What does not fit
-    in memory is no candidate.
+    Synthetic acceptance ranks below all that was measured, and a noisy run below those that are
+    not. What does not fit in memory is no candidate.
     """
     done = [row for row in rows if row.get("status") == "done"]
     key = MEASURED if any(is_number(row.get(MEASURED)) for row in done) else PREDICTED
-    candidates = [row for row in done if is_number(row.get(key)) and not (key == PREDICTED and is_too_large(row))]
+    candidates = [
+        row
+        for row in done
+        if is_number(row.get(key)) and not (key == PREDICTED and is_too_large(row))
+    ]
     if not candidates:
         return None
     given = [name for name in GIVEN if len({row.get(name) for row in candidates}) > 1]
     places: dict[tuple, list[Row]] = {}
     for row in sorted(candidates, key=lambda row: (_trust(row), row[key]), reverse=True):
         places.setdefault(tuple(row.get(name) for name in given), []).append(row)
-    chosen = [name for name in informative(candidates) if name not in given and not name.startswith("data.")]
-    ordered = sorted(places.items(), key=lambda place: [(isinstance(v, str), v is None, v or 0) for v in place[0]])
+    chosen = [
+        name
+        for name in informative(candidates)
+        if name not in given and not name.startswith("data.")
+    ]
+    ordered = sorted(
+        places.items(),
+        key=lambda place: [(isinstance(v, str), v is None, v or 0) for v in place[0]],
+    )
     ranking = [Place(best, others, key) for _, (best, *others) in ordered]
     return Answer(key, ranking, given, chosen[:MAX_SETTINGS], constants(candidates))
 
@@ -172,8 +222,8 @@ def is_too_large(row: Row) -> bool:
 
 
 def _is_slower(row: Row, best: Row, own: Estimate | None) -> bool:
-    """Return whether a run is slower than the best by more than noise. Where the times of each row are not stored,
-    their intervals must be apart.
+    """Return whether a run is slower than the best by more than noise. Where the times of each row
+    are not stored, their intervals must be apart.
     """
     if own and (other := _estimate(row)):
         change = difference(own, other, row.get("data/fingerprint") == best.get("data/fingerprint"))

@@ -1,4 +1,6 @@
-"""Compare two runs: the configuration keys in which they differ, and the metrics with their changes."""
+"""Compare two runs: the configuration keys in which they differ, and the metrics with their
+changes.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -31,7 +33,8 @@ WHERE = (
 )
 
 CHANGE_WIDTH = 17  # of the column with the changes, and of the gaps between all columns
-NOT_OF_BASELINE = ("draft.", "cache.", "scenario.")  # settings that autoregressive decoding does not read
+# Settings that autoregressive decoding does not read.
+NOT_OF_BASELINE = ("draft.", "cache.", "scenario.")
 MAIN = frozenset(
     [*(MAIN_METRICS.keys() - PREDICTED), "alpha", "speedup_wall", "memory/peak_gib"]
     + [f"{way}/{key}" for way in WAYS for key in SPEEDS]
@@ -39,14 +42,21 @@ MAIN = frozenset(
 )
 
 
-def difference_table(a: Row, b: Row, everything: bool = False, width: int = WIDTH_OF_A_PIPE) -> RenderableType:
-    """Return what differs: settings, then where and with what the runs ran, then the main metrics; with `everything`,
-    all metrics. Where the width does not do, values are folded first, then keys, and the ids never.
+def difference_table(
+    a: Row, b: Row, everything: bool = False, width: int = WIDTH_OF_A_PIPE
+) -> RenderableType:
+    """Return what differs: settings, then where and with what the runs ran, then the main metrics;
+    with `everything`, all metrics. Where the width does not do, values are folded first, then keys,
+    and the ids never.
     """
     keys = [key for key in keys_of([a, b]) if a.get(key) != b.get(key)]
     settings = [key for key in keys if is_setting(key)]
     facts = [key for key in WHERE if key in keys]
-    figures = [key for key in keys if not is_setting(key) and key not in FACTS and "." not in key and key != "device"]
+    figures = [
+        key
+        for key in keys
+        if not is_setting(key) and key not in FACTS and "." not in key and key != "device"
+    ]
     parts = [settings, facts, figures]
     if not everything:
         named = [key for key in settings if ".architecture." not in key]
@@ -57,7 +67,13 @@ def difference_table(a: Row, b: Row, everything: bool = False, width: int = WIDT
     room = (width - longest - CHANGE_WIDTH) // 2
     table.add_column("", overflow="fold")
     for name in (str(row.get("id", "?")) for row in (a, b)):
-        table.add_column(name, justify="right", overflow="fold", min_width=len(name), max_width=max(len(name), room))
+        table.add_column(
+            name,
+            justify="right",
+            overflow="fold",
+            min_width=len(name),
+            max_width=max(len(name), room),
+        )
     table.add_column("change", justify="right", no_wrap=True)
     for part in parts:
         for key in part:
@@ -68,24 +84,34 @@ def difference_table(a: Row, b: Row, everything: bool = False, width: int = WIDT
     caveats = [*_caveats(a, b, settings, facts)]
     notes = list(_notes(a, b, settings))
     if left_out:
-        notes.append(f"{counted(left_out, 'more key')} differ{'s' if left_out == 1 else ''}; --all for everything")
+        notes.append(
+            f"{counted(left_out, 'more key')} differ{'s' if left_out == 1 else ''}; --all for"
+            " everything"
+        )
     return Group(
-        table, noise_or_not, *(Text(line, style="yellow") for line in caveats), Text("\n".join(notes), style="dim")
+        table,
+        noise_or_not,
+        *(Text(line, style="yellow") for line in caveats),
+        Text("\n".join(notes), style="dim"),
     )
 
 
 def _caveats(a: Row, b: Row, settings: list[str], facts: list[str]) -> Iterator[str]:
-    """Say which of the two cannot be trusted, and whether baselines that do the same work differ."""
+    """Say which of the two cannot be trusted, and whether baselines that do the same work
+    differ.
+    """
     for row in (a, b):
         if found := noise(row):
             yield f"{row['id']}: {', '.join(found)}"
-    same_work = all(key.startswith(NOT_OF_BASELINE) for key in settings) and a.get("device") == b.get("device")
+    same_work = all(key.startswith(NOT_OF_BASELINE) for key in settings) and a.get(
+        "device"
+    ) == b.get("device")
     times = sorted(time for row in (a, b) if is_number(time := row.get(BASELINE)) and time > 0)
     if same_work and len(times) == 2 and (more := times[1] / times[0] - 1) > NOISY:
         other = f", unless {' or '.join(facts)} above explains it" if facts else ""
         yield (
-            f"the autoregressive baselines do the same work and differ by {more:.0%}: one of the runs was "
-            f"disturbed{other}; measure both again"
+            f"the autoregressive baselines do the same work and differ by {more:.0%}: one of the"
+            f" runs was disturbed{other}; measure both again"
         )
 
 
@@ -93,14 +119,17 @@ def _notes(a: Row, b: Row, settings: list[str]) -> Iterator[str]:
     """Describe what is the same."""
     if not settings:
         yield "the same configuration"
-    if a.get("data/fingerprint") == b.get("data/fingerprint") and "output/fingerprint" in a.keys() & b.keys():
+    if (
+        a.get("data/fingerprint") == b.get("data/fingerprint")
+        and "output/fingerprint" in a.keys() & b.keys()
+    ):
         same = a["output/fingerprint"] == b["output/fingerprint"]
         yield f"the same prompts, {'the same' if same else 'other'} autoregressive tokens"
 
 
 def _change(key: str, a: Any, b: Any) -> str:
-    """Return the relative change of a metric. An error, which is relative itself, changes by percentage points, and a
-    metric that may be negative by a difference.
+    """Return the relative change of a metric. An error, which is relative itself, changes by
+    percentage points, and a metric that may be negative by a difference.
     """
     if not (is_number(a) and is_number(b)):
         return ""

@@ -10,12 +10,19 @@ from magicdec.tracking.report.rows import Row, keys_of
 
 
 def write_csv(path: Path, rows: Sequence[Row]) -> None:
-    """Write CSV: a cell is empty if a run has no such key; true and false are written as in JSON."""
+    """Write CSV: a cell is empty if a run has no such key; true and false are written as in
+    JSON.
+    """
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, keys_of(rows), lineterminator="\n")
     writer.writeheader()
     for row in rows:
-        writer.writerow({key: str(value).lower() if isinstance(value, bool) else value for key, value in row.items()})
+        writer.writerow(
+            {
+                key: str(value).lower() if isinstance(value, bool) else value
+                for key, value in row.items()
+            }
+        )
     write(path, text.getvalue())
 
 
@@ -25,14 +32,18 @@ def write_parquet(path: Path, rows: Sequence[Row]) -> None:
         import pyarrow
         from pyarrow import parquet
     except ImportError:
-        raise UserError("--parquet needs pyarrow: pip install 'magicdec[report]', or use --csv") from None
+        raise UserError(
+            "--parquet needs pyarrow: pip install 'magicdec[report]', or use --csv"
+        ) from None
     columns = {}
     for key in keys_of(rows):
         values = [row.get(key) for row in rows]
         try:
             columns[key] = pyarrow.array(values)
         except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError):
-            columns[key] = pyarrow.array([None if value is None else str(value) for value in values])
+            columns[key] = pyarrow.array(
+                [None if value is None else str(value) for value in values]
+            )
     buffer = io.BytesIO()
     parquet.write_table(pyarrow.table(columns), buffer)
     write(path, buffer.getvalue())
@@ -42,6 +53,8 @@ def write(path: Path, content: str | bytes) -> None:
     """Write a file. Raise UserError if that is impossible."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
+        path.write_bytes(
+            content.encode(errors="backslashreplace") if isinstance(content, str) else content
+        )
     except OSError as error:
         raise UserError(f"{path}: cannot be written: {error.strerror or error}") from error

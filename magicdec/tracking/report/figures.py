@@ -1,4 +1,6 @@
-"""Figures of stored runs as files: metrics over a setting, for a paper (`magicdec figure`) and of a sweep."""
+"""Figures of stored runs as files: metrics over a setting, for a paper (`magicdec figure`) and of a
+sweep.
+"""
 
 import re
 import textwrap
@@ -24,9 +26,14 @@ CAPTION_WIDTH = 100  # characters
 NOT_TIMED = ("predicted/", "published/", "acceptance", "alpha", "memory/", "data/", "lossless/")
 # A metric, or the ratio of two.
 Measure = str | tuple[str, str]
-SPEEDUPS = {"measured": "speedup", "predicted": "predicted/speedup", "published": "published/speedup"}
+SPEEDUPS = {
+    "measured": "speedup",
+    "predicted": "predicted/speedup",
+    "published": "published/speedup",
+}
 STEPS = {"T_D / T_T": "draft", "T_V / T_T": "verify"}
-# The figures of a sweep: the label of y, the only x that makes sense (None: what is swept), and what is drawn.
+# The figures of a sweep: the label of y, the only x that makes sense (None: what is swept), and
+# what is drawn.
 FIGURES: dict[str, tuple[str, str | None, Mapping[str, Measure]]] = {
     "speedup": ("speedup", None, SPEEDUPS),
     "ratios": (
@@ -34,19 +41,26 @@ FIGURES: dict[str, tuple[str, str | None, Mapping[str, Measure]]] = {
         None,
         {name: (f"time/{step}_ms", "time/target_decode_ms") for name, step in STEPS.items()}
         | {
-            f"{name}, predicted": (f"predicted/{step}_ms", "predicted/target_decode_ms") for name, step in STEPS.items()
+            f"{name}, predicted": (f"predicted/{step}_ms", "predicted/target_decode_ms")
+            for name, step in STEPS.items()
         },
     ),
     "intensity": (
         "FLOPs per byte",
         CONTEXT,
-        {"arithmetic intensity": "predicted/arithmetic_intensity", "of the machine": "predicted/ridge"},
+        {
+            "arithmetic intensity": "predicted/arithmetic_intensity",
+            "of the machine": "predicted/ridge",
+        },
     ),
 }
 
 
-def points(rows: Sequence[Row], x: str, series: str | None, measures: Mapping[str, Measure]) -> list[dict[str, Any]]:
-    """Return a point per run and measure: its value with the 95% interval, if there is one, and whether it is noisy.
+def points(
+    rows: Sequence[Row], x: str, series: str | None, measures: Mapping[str, Measure]
+) -> list[dict[str, Any]]:
+    """Return a point per run and measure: its value with the 95% interval, if there is one, and
+    whether it is noisy.
 
     Without `series` the measures are the series.
     """
@@ -58,7 +72,14 @@ def points(rows: Sequence[Row], x: str, series: str | None, measures: Mapping[st
                 continue
             name = kind if series is None else _name(row.get(series))
             low, high = (interval(row, key) if isinstance(key, str) else None) or (value, value)
-            point = {"x": row[x], "series": name, "kind": kind, "y": value, "low": low, "high": high}
+            point = {
+                "x": row[x],
+                "series": name,
+                "kind": kind,
+                "y": value,
+                "low": low,
+                "high": high,
+            }
             ratio = {"rule": 1} if "speedup" in key else {}
             found.append(point | ratio | {"noisy": is_timed(key) and bool(noise(row))})
     return found
@@ -72,10 +93,19 @@ def is_timed(key: Measure) -> bool:
 def figure(
     rows: Sequence[Row], x: str, series: str | None, measures: Mapping[str, Measure], title: str
 ) -> dict[str, Any] | None:
-    """Return the chart of some runs with what was held constant below it; None if they have no values for it."""
+    """Return the chart of some runs with what was held constant below it; None if they have no
+    values for it.
+    """
     keys = measures.values()
-    rows = [row for row in rows if row.get(x) is not None and any(_value(row, key) is not None for key in keys)]
-    drawn = sorted(points(rows, x, series, measures), key=lambda point: [rank(point["x"]), rank(point["series"])])
+    rows = [
+        row
+        for row in rows
+        if row.get(x) is not None and any(_value(row, key) is not None for key in keys)
+    ]
+    drawn = sorted(
+        points(rows, x, series, measures),
+        key=lambda point: [rank(point["x"]), rank(point["series"])],
+    )
     if not drawn:
         return None
     places = list(dict.fromkeys(point["x"] for point in drawn))
@@ -93,7 +123,9 @@ def figure(
 
 
 def draw(spec: Mapping[str, Any], path: Path, command: str) -> None:
-    """Write a figure in the format of the path's suffix, with the command that draws it in its metadata."""
+    """Write a figure in the format of the path's suffix, with the command that draws it in its
+    metadata.
+    """
     kind = path.suffix.removeprefix(".")
     write(path, DESCRIBED[kind](picture(spec, kind), command))
 
@@ -119,7 +151,9 @@ def draw_sweep(rows: Sequence[Row], folder: Path, command: str) -> list[Path]:
 
 
 def _axis(rows: Sequence[Row], swept: Collection[str]) -> str:
-    """Return the setting for the x axis: the batch where it is swept, else that with most numbers, else any."""
+    """Return the setting for the x axis: the batch where it is swept, else that with most numbers,
+    else any.
+    """
     numbers = {key: len({row[key] for row in rows if is_number(row.get(key))}) for key in swept}
     return BATCH if BATCH in swept or not swept else max(swept, key=lambda key: numbers[key])
 
@@ -143,9 +177,13 @@ def _kind(values: Collection[Any]) -> str:
     return "log" if min(values) > 0 and max(values) >= LOG_FROM * min(values) else "number"
 
 
-def _caption(rows: Sequence[Row], drawn: Sequence[Mapping[str, Any]], axes: Collection[str | None]) -> list[str]:
+def _caption(
+    rows: Sequence[Row], drawn: Sequence[Mapping[str, Any]], axes: Collection[str | None]
+) -> list[str]:
     """Return what was held constant, what else differs, and what bars and marks mean."""
-    held = ", ".join(f"{key} {cell(value)}" for key, value in constants(rows).items() if key not in axes)
+    held = ", ".join(
+        f"{key} {cell(value)}" for key, value in constants(rows).items() if key not in axes
+    )
     others = [key for key in informative(rows) if key not in axes]
     lines = [f"Held constant: {held}."] if held else []
     lines += [f"Medians over runs that also differ in {', '.join(others)}."] if others else []
@@ -153,7 +191,12 @@ def _caption(rows: Sequence[Row], drawn: Sequence[Mapping[str, Any]], axes: Coll
     alone = [point for point in drawn if runs[point["x"], point["series"], point["kind"]] == 1]
     notes = ["Bars: 95% intervals."] if any(point["high"] > point["low"] for point in alone) else []
     notes += ["!: a noisy measurement."] if any(point["noisy"] for point in drawn) else []
-    return [part for line in [*lines, " ".join(notes)] if line for part in textwrap.wrap(line, CAPTION_WIDTH)]
+    return [
+        part
+        for line in [*lines, " ".join(notes)]
+        if line
+        for part in textwrap.wrap(line, CAPTION_WIDTH)
+    ]
 
 
 def _svg_with(content: bytes, text: str) -> bytes:
@@ -171,8 +214,12 @@ def _png_with(content: bytes, text: str) -> bytes:
 
 
 def _pdf_with(content: bytes, text: str) -> bytes:
-    """Return a PDF file with a description, appended as an incremental update. Keep a file of an unknown form."""
-    trailer = re.search(rb"/Size (\d+)\s+/Root (\d+ \d+ R).*startxref\s+(\d+)\s+%%EOF\s*$", content, re.DOTALL)
+    """Return a PDF file with a description, appended as an incremental update. Keep a file of an
+    unknown form.
+    """
+    trailer = re.search(
+        rb"/Size (\d+)\s+/Root (\d+ \d+ R).*startxref\s+(\d+)\s+%%EOF\s*$", content, re.DOTALL
+    )
     if not trailer:
         return content
     number, root, before = int(trailer[1]), trailer[2].decode(), int(trailer[3])

@@ -1,8 +1,10 @@
-"""Write a table of runs as one HTML page, which needs no network: its data, its script and Vega are part of it.
+"""Write a table of runs as one HTML page, which needs no network: its data, its script and Vega are
+part of it.
 
-The answer, the ranking and the texts are HTML when the page is written, by the Jinja template assets/page.html. Charts
-are the descriptions of charts.py, which the page fills with the runs that its filter lets through. Data is stored by
-column and compressed, so that 10,000 runs make a page of a few megabytes.
+The answer, the ranking and the texts are HTML when the page is written, by the Jinja template
+assets/page.html. Charts are the descriptions of charts.py, which the page fills with the runs that
+its filter lets through. Data is stored by column and compressed, so that 10,000 runs make a page of
+a few megabytes.
 """
 
 import base64
@@ -29,7 +31,15 @@ from magicdec.tracking.cells import cell, is_number
 from magicdec.tracking.files import SAMPLE, read_lines
 from magicdec.tracking.identity import NOT_IN_ID
 from magicdec.tracking.reader import gpu_trouble, is_impossible, noise
-from magicdec.tracking.report.answer import BY, PER, PREDICTED, Answer, answer, is_synthetic, is_too_large
+from magicdec.tracking.report.answer import (
+    BY,
+    PER,
+    PREDICTED,
+    Answer,
+    answer,
+    is_synthetic,
+    is_too_large,
+)
 from magicdec.tracking.report.charts import DESCRIPTIONS, PARTS, UNITS, template
 from magicdec.tracking.report.figures import LOG_FROM, is_timed
 from magicdec.tracking.report.query import LOAD_KEYS, NEVER_MIXED, informative, rank, varying
@@ -44,21 +54,35 @@ MAX_PICKS, MAX_VALUES = 9, 40  # settings with a menu of their values; values of
 DIGITS = 5  # significant ones: finer than any measurement
 # What a chart shows, by its name in the menu: kinds that are drawn together, and their metrics.
 MEASURES: dict[str, dict[str, str]] = {
-    "speedup": {"measured": "speedup", "measured, per batch": "speedup_wall", "measured, per level": "speedup_duration"}
+    "speedup": {
+        "measured": "speedup",
+        "measured, per batch": "speedup_wall",
+        "measured, per level": "speedup_duration",
+    }
     | {"predicted": PREDICTED, "published": "published/speedup"},
     "best gamma": {"predicted": "predicted/gamma"},
     "formula speedup": {"from step times and acceptance": "formula/speedup", "measured": "speedup"},
     **{
         name: {way: f"{way}/{name}" for way in reversed(WAYS)}
         for name in (
-            *("tokens_per_second", "time_per_output_token_ms", "time_to_first_token_ms", "request_latency_ms"),
+            *(
+                "tokens_per_second",
+                "time_per_output_token_ms",
+                "time_to_first_token_ms",
+                "request_latency_ms",
+            ),
             "goodput_rps",
         )
     },
-    **{name: {"measured": name} for name in ("acceptance_rate", "acceptance_length", "alpha", "memory/peak_gib")},
+    **{
+        name: {"measured": name}
+        for name in ("acceptance_rate", "acceptance_length", "alpha", "memory/peak_gib")
+    },
 }
 ACCEPTANCE = ("acceptance_rate", "acceptance_length", "alpha")  # of which a drawn one says nothing
-TRADE = [[way, f"{way}/time_per_output_token_ms", f"{way}/tokens_per_second"] for way in reversed(WAYS)]
+TRADE = [
+    [way, f"{way}/time_per_output_token_ms", f"{way}/tokens_per_second"] for way in reversed(WAYS)
+]
 # Predictions, as the name of a series, the measurement and the prediction.
 OWN, MODEL = "the run's own step times and acceptance", "cost model"
 STEPS = {"T_T": "target_decode", "T_D": "draft", "T_V": "verify", "round time": "round"}
@@ -66,17 +90,37 @@ COMPARED = {
     "speedup": [
         [OWN, "speedup", "formula/speedup"],
         [MODEL, "speedup", PREDICTED],
-        [f"{MODEL} at the paper's gamma and acceptance", "published/speedup", "published/predicted_speedup"],
+        [
+            f"{MODEL} at the paper's gamma and acceptance",
+            "published/speedup",
+            "published/predicted_speedup",
+        ],
     ],
     "speedup per batch": [
         [OWN, "speedup_wall", "formula/speedup_wall"],
         [MODEL, "speedup_wall", "predicted/speedup_wall"],
     ],
-    **{f"{name}, ms": [[MODEL, f"time/{step}_ms", f"predicted/{step}_ms"]] for name, step in STEPS.items()},
+    **{
+        f"{name}, ms": [[MODEL, f"time/{step}_ms", f"predicted/{step}_ms"]]
+        for name, step in STEPS.items()
+    },
 }
 COLUMNS = (
-    *("speedup", "speedup_wall", "speedup_duration", PREDICTED, "predicted/gamma", "published/speedup"),
-    *("formula/speedup", "acceptance_rate", "acceptance_length", "alpha", "speculative/tokens_per_second"),
+    *(
+        "speedup",
+        "speedup_wall",
+        "speedup_duration",
+        PREDICTED,
+        "predicted/gamma",
+        "published/speedup",
+    ),
+    *(
+        "formula/speedup",
+        "acceptance_rate",
+        "acceptance_length",
+        "alpha",
+        "speculative/tokens_per_second",
+    ),
     *("speculative/time_per_output_token_ms", "memory/peak_gib", "lossless/identical", "reason"),
 )
 EXTRA = {
@@ -96,10 +140,20 @@ def html_page(rows: Sequence[Row], title: str) -> str:
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     environment.filters["cell"] = cell
     data, runs = _data(rows), counted(num_runs(rows), "run")
-    packed = base64.b64encode(gzip.compress(json.dumps(data, separators=(",", ":")).encode(), mtime=0)).decode()
+    packed = base64.b64encode(
+        gzip.compress(json.dumps(data, separators=(",", ":")).encode(), mtime=0)
+    ).decode()
     found = answer(rows)
-    facts = {"title": title, "runs": runs, "made": f"{runs}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"}
-    facts |= {"style": texts["page.css"], "script": texts["page.js"], "licences": texts["licences.txt"]}
+    facts = {
+        "title": title,
+        "runs": runs,
+        "made": f"{runs}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+    }
+    facts |= {
+        "style": texts["page.css"],
+        "script": texts["page.js"],
+        "licences": texts["licences.txt"],
+    }
     return environment.from_string(texts["page.html"]).render(
         **facts | (_answered(found) if found else {"found": None}),
         menus=data["menus"],
@@ -113,32 +167,65 @@ def html_page(rows: Sequence[Row], title: str) -> str:
 
 
 def _data(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return what the script reads: the columns, the menus with their first choices, the descriptions of charts, and
-    Vega as vl-convert carries it.
+    """Return what the script reads: the columns, the menus with their first choices, the
+    descriptions of charts, and Vega as vl-convert carries it.
     """
     rows = [row | _judged(row) for row in rows]
     settings, differing, keys = informative(rows), varying(rows), keys_of(rows)
-    shown = [key for key in keys if key not in LEFT_OUT and (key in differing or not is_setting(key))]
+    shown = [
+        key for key in keys if key not in LEFT_OUT and (key in differing or not is_setting(key))
+    ]
     columns = {key: [_rounded(row.get(key)) for row in rows] for key in shown}
     columns |= {"": ["all"] * len(rows), "command": [command(row) for row in rows]}
     numeric = {key for key in keys if any(is_number(row.get(key)) for row in rows)}
-    measures = {name: {kind: key for kind, key in kinds.items() if key in numeric} for name, kinds in MEASURES.items()}
+    measures = {
+        name: {kind: key for kind, key in kinds.items() if key in numeric}
+        for name, kinds in MEASURES.items()
+    }
     for name in ACCEPTANCE[:2]:
         own = [key for key in keys if key.startswith("category/") and key.endswith(f"/{name}")]
-        measures[f"{name} by category"] = {key[len("category/") : -len(name) - 1]: key for key in own}
+        measures[f"{name} by category"] = {
+            key[len("category/") : -len(name) - 1]: key for key in own
+        }
     measures = {name: kinds for name, kinds in measures.items() if kinds}
     compared = {name: _compared(name, numeric) for name in COMPARED if _compared(name, numeric)[1]}
     samples = dict(islice(_samples(rows), MAX_SAMPLES))
     picks = _picks(rows, settings)
-    menus = _menus([key for key in settings if len({row.get(key) for row in rows}) <= MAX_VALUES], measures)
+    menus = _menus(
+        [key for key in settings if len({row.get(key) for row in rows}) <= MAX_VALUES], measures
+    )
     menus |= {"compared": list(compared), "run": list(samples)}
     first = _first(rows, menus, picks)
     for key in picks:
-        menus[f"pick:{key}"] = ["", *map(str, sorted({row[key] for row in rows if key in row}, key=rank))]
-    table = [key for key in dict.fromkeys(["id", "status", "speedup", *settings[:8], *COLUMNS]) if key in columns]
-    data = {"number": len(rows), "settings": settings, "columns": columns, "measures": measures, "compared": compared}
-    data |= {"menus": menus, "first": first, "picks": list(picks), "samples": samples, "table": table, "trade": TRADE}
-    data |= {"acceptance": ACCEPTANCE, "timed": [key for key in numeric if is_timed(key)], "log": LOG_FROM}
+        menus[f"pick:{key}"] = [
+            "",
+            *map(str, sorted({row[key] for row in rows if key in row}, key=rank)),
+        ]
+    table = [
+        key
+        for key in dict.fromkeys(["id", "status", "speedup", *settings[:8], *COLUMNS])
+        if key in columns
+    ]
+    data = {
+        "number": len(rows),
+        "settings": settings,
+        "columns": columns,
+        "measures": measures,
+        "compared": compared,
+    }
+    data |= {
+        "menus": menus,
+        "first": first,
+        "picks": list(picks),
+        "samples": samples,
+        "table": table,
+        "trade": TRADE,
+    }
+    data |= {
+        "acceptance": ACCEPTANCE,
+        "timed": [key for key in numeric if is_timed(key)],
+        "log": LOG_FROM,
+    }
     data |= {"templates": {name: template(name, on_page=True) for name in DESCRIPTIONS}}
     return data | {"vega": vega()}
 
@@ -150,14 +237,20 @@ def vega() -> str:
 
 
 def _compared(name: str, numeric: Collection[str]) -> tuple[str, list[list[str]]]:
-    """Return the title of what predictions are compared with, and the series that there are values for."""
+    """Return the title of what predictions are compared with, and the series that there are values
+    for.
+    """
     known = [source for source in COMPARED[name] if {*source[1:]} <= set(numeric)]
-    kinds = {"published" if measured.startswith("published/") else "measured" for _, measured, _ in known}
+    kinds = {
+        "published" if measured.startswith("published/") else "measured" for _, measured, _ in known
+    }
     return f"{' or '.join(sorted(kinds))} {name}", known
 
 
 def _judged(row: Row) -> Row:
-    """Return what is drawn or marked of a run and no metric of its own: the parts of its round, and its marks."""
+    """Return what is drawn or marked of a run and no metric of its own: the parts of its round, and
+    its marks.
+    """
     marks = {
         "synthetic": is_synthetic(row),
         "noisy": bool(noise(row)),
@@ -174,27 +267,43 @@ def _judged(row: Row) -> Row:
         known = [row[name] for name in names if is_number(row.get(name))]
         if len(known) == len(names):
             whole, verify, rest, decode, gain = known
-            parts = (whole - verify - rest, verify, max(0.0, rest), gain * (decode if kind == "measured" else whole))
+            parts = (
+                whole - verify - rest,
+                verify,
+                max(0.0, rest),
+                gain * (decode if kind == "measured" else whole),
+            )
             found[f"round/{kind}"] = dict(zip((*PARTS, "tokens"), parts, strict=True))
     return found
 
 
 def _picks(rows: Sequence[Row], settings: Sequence[str]) -> dict[str, str]:
-    """Return the settings that have a menu of values, with the first choice: what must not mix is apart."""
+    """Return the settings that have a menu of values, with the first choice: what must not mix is
+    apart.
+    """
     found = {}
     for key in dict.fromkeys([*NEVER_MIXED[::-1], *settings, "device"]):
         values = Counter(str(row[key]) for row in rows if key in row)
         if 1 < len(values) <= MAX_VALUES:
-            usual = next((value for value in ("measured", "compare") if value in values), values.most_common(1)[0][0])
+            usual = next(
+                (value for value in ("measured", "compare") if value in values),
+                values.most_common(1)[0][0],
+            )
             found[key] = usual if key in NEVER_MIXED else ""
     return dict(islice(found.items(), MAX_PICKS))
 
 
 def _menus(axes: Sequence[str], measures: Sequence[str] | dict[str, Any]) -> dict[str, list[str]]:
-    """Return the menus of the charts: what each shows, over which setting, with a colour for each value of which."""
+    """Return the menus of the charts: what each shows, over which setting, with a colour for each
+    value of which.
+    """
     loads = [key for key in LOAD_KEYS if key in axes]
     values = {"1": [*measures], "2": [name for name in ACCEPTANCE if name in measures]}
-    values["3"] = [name for name in measures if name in MEASURES and WAYS[0] in MEASURES[name]] if loads else []
+    values["3"] = (
+        [name for name in measures if name in MEASURES and WAYS[0] in MEASURES[name]]
+        if loads
+        else []
+    )
     found: dict[str, list[str]] = {"as": ["lines", "heat map"], "unit": list(UNITS)}
     found["statistic"] = ["median", "max", "min"]
     for number, names in values.items():
@@ -203,9 +312,17 @@ def _menus(axes: Sequence[str], measures: Sequence[str] | dict[str, Any]) -> dic
     return found | {"colour": ["", *axes], "bars": ["", *axes]}
 
 
-def _first(rows: Sequence[Row], menus: dict[str, list[str]], picks: dict[str, str]) -> dict[str, str]:
-    """Return the first choice of each menu: settings in which the runs that are shown first differ."""
-    shown = [row for row in rows if all(not value or str(row.get(key, value)) == value for key, value in picks.items())]
+def _first(
+    rows: Sequence[Row], menus: dict[str, list[str]], picks: dict[str, str]
+) -> dict[str, str]:
+    """Return the first choice of each menu: settings in which the runs that are shown first
+    differ.
+    """
+    shown = [
+        row
+        for row in rows
+        if all(not value or str(row.get(key, value)) == value for key, value in picks.items())
+    ]
     differ = [key for key in menus["x1"] if len({row.get(key) for row in shown}) > 1]
     numbers = [key for key in differ if all(is_number(row.get(key)) for row in shown)]
 
@@ -214,23 +331,38 @@ def _first(rows: Sequence[Row], menus: dict[str, list[str]], picks: dict[str, st
 
     x1 = among("batch.size", "draft.gamma", "cache.budget", *numbers)
     x2 = among("cache.budget", "draft.gamma", *numbers)
-    first = {key: names[0] if names else "" for key, names in menus.items()} | {"where": "", "sort": "-speedup"}
-    first |= {"x1": x1, "series1": among("batch.context_len", "cache.policy", "cache.budget", but=x1), "bars": x1}
+    first = {key: names[0] if names else "" for key, names in menus.items()} | {
+        "where": "",
+        "sort": "-speedup",
+    }
+    first |= {
+        "x1": x1,
+        "series1": among("batch.context_len", "cache.policy", "cache.budget", but=x1),
+        "bars": x1,
+    }
     first |= {"x2": x2, "series2": among("cache.policy", "draft.name", "draft.gamma", but=x2)}
     first |= {"colour": among("cache.policy", "draft.name")}
     return first | {f"pick:{key}": value for key, value in picks.items()}
 
 
 def _answered(found: Answer) -> dict[str, Any]:
-    """Return the first thing to read: what is best, how sure that is, by which measure, and what was held constant."""
+    """Return the first thing to read: what is best, how sure that is, by which measure, and what
+    was held constant.
+    """
     where, figure = found.where(found.top), escape(found.top.figure())
     sentence = escape(f"{where}: " if where else "") + escape(found.winner(found.top))
-    extra = {key: label for key, label in EXTRA.items() if any(key in place.best for place in found.places)}
+    extra = {
+        key: label
+        for key, label in EXTRA.items()
+        if any(key in place.best for place in found.places)
+    }
     if found.key != PREDICTED:
         extra = {key: label for key, label in extra.items() if not key.startswith("predicted/")}
     answered = {"found": found, "measure": BY[found.key], "extra": extra}
     answered |= {"sentence": sentence.replace(figure, Markup("<b>") + figure + Markup("</b>"))}
-    return answered | {"best": "best predicted speedup" if found.key == PREDICTED else "best speedup"}
+    return answered | {
+        "best": "best predicted speedup" if found.key == PREDICTED else "best speedup"
+    }
 
 
 def _warned(rows: Sequence[Row]) -> dict[str, int]:
@@ -240,7 +372,9 @@ def _warned(rows: Sequence[Row]) -> dict[str, int]:
         "noisy": [row for row in rows if noise(row)],
         "with synthetic acceptance": [row for row in rows if is_synthetic(row)],
         "on a GPU that was throttled or shared": [row for row in rows if gpu_trouble(row)],
-        "not identical to autoregressive": [row for row in rows if row.get("lossless/identical") is False],
+        "not identical to autoregressive": [
+            row for row in rows if row.get("lossless/identical") is False
+        ],
         "predicted not to fit in memory": [row for row in rows if is_too_large(row)],
     }
     return {what: num_runs(of) for what, of in kinds.items() if of}
@@ -255,20 +389,33 @@ def _samples(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
 
 
 def _text(sample: Any) -> str:
-    """Return a row's text: the end of its prompt, and its continuation with the accepted proposals marked."""
+    """Return a row's text: the end of its prompt, and its continuation with the accepted proposals
+    marked.
+    """
 
     def span(kind: str, text: str | None) -> str:
         return f'<span class="{kind}">{escape(_visible(text or ""))}</span>'
 
     rounds = sample.get("rounds", [])
-    parts = [span("accepted", "".join(one["accepted"])) + span("bonus", one["bonus"]) for one in rounds[:MAX_ROUNDS]]
-    written = "".join(parts) or span("bonus", sample.get("speculative") or sample.get("autoregressive"))
-    more = f"\n... and {counted(len(rounds) - MAX_ROUNDS, 'round')}: magicdec show" if len(rounds) > MAX_ROUNDS else ""
+    parts = [
+        span("accepted", "".join(one["accepted"])) + span("bonus", one["bonus"])
+        for one in rounds[:MAX_ROUNDS]
+    ]
+    written = "".join(parts) or span(
+        "bonus", sample.get("speculative") or sample.get("autoregressive")
+    )
+    more = (
+        f"\n... and {counted(len(rounds) - MAX_ROUNDS, 'round')}: magicdec show"
+        if len(rounds) > MAX_ROUNDS
+        else ""
+    )
     return span("prompt", sample.get("prompt_end")) + written + more
 
 
 def _visible(text: str) -> str:
-    """Return a text whose control and other invisible characters are escaped: they could hide or reorder something."""
+    """Return a text whose control and other invisible characters are escaped: they could hide or
+    reorder something.
+    """
     hidden = {one for one in text if category(one).startswith("C") and one not in "\n\t"}
     return text.translate({ord(one): f"\\u{{{ord(one):x}}}" for one in hidden})
 
@@ -281,7 +428,9 @@ def command(row: Row) -> str:
 
 
 def _rounded(value: Any) -> Any:
-    """Return a number with DIGITS, or None for NaN and infinity, which JSON cannot hold; all else as it is."""
+    """Return a number with DIGITS, or None for NaN and infinity, which JSON cannot hold; all else
+    as it is.
+    """
     if not isinstance(value, float):
         return value
     return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None

@@ -1,6 +1,8 @@
-"""Draw a chart that is described in Vega-Lite, or refuse to. Whatever draws such a chart calls `picture`.
+"""Draw a chart that is described in Vega-Lite, or refuse to. Whatever draws such a chart calls
+`picture`.
 
-vl-convert raises nothing when a chart fails: it prints the error of its JavaScript and returns a blank picture.
+vl-convert raises nothing when a chart fails: it prints the error of its JavaScript and returns a
+blank picture.
 """
 
 import os
@@ -17,7 +19,8 @@ from magicdec.errors import UserError
 from magicdec.tracking.cells import is_number
 
 FORMATS = ("pdf", "png", "svg")
-DATA = ("data", "datasets")  # keys of a description that hold values of any text, and no placeholders
+# Keys of a description that hold values of any text, and no placeholders.
+DATA = ("data", "datasets")
 COMPLAINT = re.compile(r"^(?:WARN|ERROR) (.+)", re.MULTILINE)  # as vl-convert prints one
 JOINED = ("line", "area")  # kinds of marks that join items: a single item is not visible
 
@@ -25,8 +28,8 @@ JOINED = ("line", "area")  # kinds of marks that join items: a single item is no
 def picture(spec: Mapping[str, Any], kind: str, scale: float = 2.0) -> bytes:
     """Return a chart as a file of one of FORMATS. A PNG has `scale` pixels per point.
 
-    Raise UserError for a placeholder without a value, for anything that vl-convert prints, and for a chart without
-    marks.
+    Raise UserError for a placeholder without a value, for anything that vl-convert prints, and for
+    a chart without marks.
     """
     if unfilled := sorted(set(placeholders(spec))):
         raise UserError(f"a chart cannot be drawn: nothing was given for {', '.join(unfilled)}")
@@ -62,7 +65,9 @@ def _converted(vega: dict[str, Any], kind: str, scale: float) -> bytes:
 
 @contextmanager
 def _complaints() -> Iterator[list[str]]:
-    """Collect the warnings and errors that vl-convert prints. It writes to the process's stderr, not to sys.stderr."""
+    """Collect the warnings and errors that vl-convert prints. It writes to the process's stderr,
+    not to sys.stderr.
+    """
     complaints: list[str] = []
     sys.stderr.flush()
     stderr = os.dup(2)

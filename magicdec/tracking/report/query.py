@@ -15,14 +15,15 @@ from magicdec.tracking.report.rows import SCENARIO, Row, is_setting, keys_of, nu
 from magicdec.units import LOADS
 
 SYNTAX = (
-    "KEY=VALUE, or with != > >= < <= or ~ (contains); several must all hold. A key's unique ending, or its heading, "
-    "will do: budget"
+    "KEY=VALUE, or with != > >= < <= or ~ (contains); several must all hold. A key's unique ending,"
+    " or its heading, will do: budget"
 )
 # A median over several models, or over measured, predicted and synthetic values, means nothing.
 NEVER_MIXED = ("target.name", SCENARIO, "acceptance/source")
 # Runs that differ in these are in different groups, unless one asks for a mix.
 APART = (*NEVER_MIXED, "draft.name", "draft.model.name", "engine.name", "device", "hardware.name")
-RUNS, DIFFER = "runs", "differ"  # of a group: the number of its runs, and the settings in which they differ
+# Of a group: the number of its runs, and the settings in which they differ.
+RUNS, DIFFER = "runs", "differ"
 # Headings of columns on the terminal. The speedups of a row, of a batch, and of a level of load.
 SPEEDUPS = ("speedup", "speedup_wall", "speedup_duration")
 MAIN_METRICS = {key: key for key in SPEEDUPS} | {
@@ -43,7 +44,11 @@ MAIN_METRICS = {key: key for key in SPEEDUPS} | {
     "published/predicted_speedup": "predicted for it",
 }
 ENGINE = "engine.name"
-BETWEEN_ENGINES = {ENGINE: "engine", "draft.name": "draft", "autoregressive/tokens_per_second": "AR tokens/s"}
+BETWEEN_ENGINES = {
+    ENGINE: "engine",
+    "draft.name": "draft",
+    "autoregressive/tokens_per_second": "AR tokens/s",
+}
 # Of levels of load, which have a time to first token and may have been served in one way only.
 UNDER_LOAD = {
     "autoregressive/tokens_per_second": "AR tokens/s",
@@ -55,17 +60,43 @@ UNDER_LOAD = {
 }
 LOAD_KEYS = tuple(f"load.{kind}" for kind in LOADS)
 LABELS = MAIN_METRICS | BETWEEN_ENGINES | UNDER_LOAD | {DIFFER: "also differ in"}
-# Settings that runs are compared by, the most usual first. Of the others, those with fewer values come first.
+# Settings that runs are compared by, the most usual first. Of the others, those with fewer values
+# come first.
 ASKED_FIRST = (
-    *("engine.name", "target.name", "scenario.name", "draft.name", "draft.model.name", "cache.policy", "cache.budget"),
+    *(
+        "engine.name",
+        "target.name",
+        "scenario.name",
+        "draft.name",
+        "draft.model.name",
+        "cache.policy",
+        "cache.budget",
+    ),
     *("draft.gamma", "batch.context_len", "batch.size", *LOAD_KEYS, "hardware.name", "data.name"),
 )
 # What a comparison holds constant: model, machine, batch, context, text, and how the draft is made.
 HELD = (
-    *("target.name", "device", "hardware.dtype", "batch.size", "batch.context_len", "batch.generate_len", "data.name"),
-    *("data.task", "sampling.temperature", "draft.name", "draft.gamma", "cache.policy", "cache.budget", "engine.name"),
+    *(
+        "target.name",
+        "device",
+        "hardware.dtype",
+        "batch.size",
+        "batch.context_len",
+        "batch.generate_len",
+        "data.name",
+    ),
+    *(
+        "data.task",
+        "sampling.temperature",
+        "draft.name",
+        "draft.gamma",
+        "cache.policy",
+        "cache.budget",
+        "engine.name",
+    ),
 )
-# The nullable type of a column by that of its values: a gamma of 1 stays 1 where other runs have none.
+# The nullable type of a column by that of its values: a gamma of 1 stays 1 where other runs have
+# none.
 TYPES = {int: "Int64", float: "Float64", bool: "boolean", str: "string"}
 ORDERS: dict[str, Callable[[Any, Any], bool]] = {">": gt, ">=": ge, "<": lt, "<=": le}
 
@@ -85,8 +116,8 @@ def table(rows: Collection[Row]) -> pandas.DataFrame:
 
 
 def select(rows: Collection[Row], tests: Sequence[str]) -> list[Row]:
-    """Return the rows for which every test holds. A test may be several, separated by blanks. Raise UserError if no row
-    is left.
+    """Return the rows for which every test holds. A test may be several, separated by blanks. Raise
+    UserError if no row is left.
     """
     frame = table(rows)
     holds = pandas.Series(True, index=frame.index)
@@ -96,7 +127,9 @@ def select(rows: Collection[Row], tests: Sequence[str]) -> list[Row]:
             raise UserError(f"--where {test}: not of the form {SYNTAX}")
         key, (_, sign, value) = find_key(list(frame), parts[1], "--where"), parts.groups()
         if sign in ORDERS and _number(value) is None:
-            raise UserError(f"--where {test}: {value or 'nothing'} is not a number, and {sign} compares numbers")
+            raise UserError(
+                f"--where {test}: {value or 'nothing'} is not a number, and {sign} compares numbers"
+            )
         holds &= _holds(frame[key], sign, value)
     if not holds.any():
         raise UserError(f"--where {' '.join(tests)}: holds for none of {num_runs(rows):,} runs")
@@ -104,7 +137,9 @@ def select(rows: Collection[Row], tests: Sequence[str]) -> list[Row]:
 
 
 def sort(rows: Collection[Row], key: str | None, descending: bool = False) -> list[Row]:
-    """Return the rows sorted by a key: numbers before words, and rows without the key last in both directions."""
+    """Return the rows sorted by a key: numbers before words, and rows without the key last in both
+    directions.
+    """
     if not key:
         return list(rows)
     name = find_key(keys_of(rows), key, "--sort")
@@ -114,8 +149,8 @@ def sort(rows: Collection[Row], key: str | None, descending: bool = False) -> li
 
 
 def group(rows: Collection[Row], keys: Sequence[str], mix: bool = False) -> list[Row]:
-    """Return a row per combination of values: the number of `runs` that are done, the settings in which these differ,
-    and the median of each metric.
+    """Return a row per combination of values: the number of `runs` that are done, the settings in
+    which these differ, and the median of each metric.
 
     Keys of APART in which the runs differ are added to `keys`, unless `mix`.
     """
@@ -124,15 +159,23 @@ def group(rows: Collection[Row], keys: Sequence[str], mix: bool = False) -> list
     done = [row for row in rows if row.get("status") == "done"]
     others = [key for key in informative(done) if key not in names]
     if not mix:
-        names += [key for key in APART if key not in names and len({row.get(key) for row in done} - {None}) > 1]
+        names += [
+            key
+            for key in APART
+            if key not in names and len({row.get(key) for row in done} - {None}) > 1
+        ]
     groups: dict[tuple, list[Row]] = {}
     for row in done:
         groups.setdefault(tuple(row.get(name) for name in names), []).append(row)
     frame = table(done)
-    metrics = [key for key in frame if not is_setting(key) and key not in names and _is_metric(frame[key])]
+    metrics = [
+        key for key in frame if not is_setting(key) and key not in names and _is_metric(frame[key])
+    ]
     lines = []
     for values, members in groups.items():
-        line: Row = {name: value for name, value in zip(names, values, strict=True) if value is not None}
+        line: Row = {
+            name: value for name, value in zip(names, values, strict=True) if value is not None
+        }
         line |= {RUNS: num_runs(members)}
         if differing := [key for key in others if len({row.get(key) for row in members}) > 1]:
             line[DIFFER] = ", ".join(differing)
@@ -149,7 +192,11 @@ def _medians(rows: Sequence[Row], metrics: Sequence[str]) -> Row:
 def constants(rows: Collection[Row]) -> Row:
     """Return the settings of HELD that are the same in all rows, with their value."""
     values = {key: {row.get(key) for row in rows} for key in HELD}
-    return {key: next(iter(found)) for key, found in values.items() if len(found) == 1 and found != {None}}
+    return {
+        key: next(iter(found))
+        for key, found in values.items()
+        if len(found) == 1 and found != {None}
+    }
 
 
 def varying(rows: Collection[Row]) -> list[str]:
@@ -163,7 +210,9 @@ def varying(rows: Collection[Row]) -> list[str]:
 
 
 def informative(rows: Collection[Row]) -> list[str]:
-    """Return `varying` without settings that an option implies, such as target.path, which follows from target.name."""
+    """Return `varying` without settings that an option implies, such as target.path, which follows
+    from target.name.
+    """
     differing = varying(rows)
     return [key for key in differing if key in ASKED_FIRST or not _is_implied(key, differing, rows)]
 
@@ -172,13 +221,16 @@ def _is_implied(key: str, differing: Collection[str], rows: Collection[Row]) -> 
     """Return True if a setting's value follows from the name of the option in its group."""
     group = key.rpartition(".")[0]
     for option in {f"{group}.name", f"{group}.policy"} & set(differing) - {key}:
-        if len({(row.get(option), row.get(key)) for row in rows}) == len({row.get(option) for row in rows}):
+        if len({(row.get(option), row.get(key)) for row in rows}) == len(
+            {row.get(option) for row in rows}
+        ):
             return True
     return False
 
 
 def find_key(known: Collection[str], key: str, option: str) -> str:
-    """Return the known key that is `key`, the only one that ends in it, or the one with that heading.
+    """Return the known key that is `key`, the only one that ends in it, or the one with that
+    heading.
 
     Raise UserError if there is none.
     """
@@ -192,12 +244,16 @@ def find_key(known: Collection[str], key: str, option: str) -> str:
     for name in known:
         if key in (LABELS.get(name), name.removesuffix(".name")):
             return name
-    close = did_you_mean(key, known) or did_you_mean(key, [re.split(r"[./]", name)[-1] for name in known])
+    close = did_you_mean(key, known) or did_you_mean(
+        key, [re.split(r"[./]", name)[-1] for name in known]
+    )
     raise UserError(f"{option} {key}: no run has such a key{close}")
 
 
 def _holds(column: pandas.Series, sign: str, wanted: str) -> pandas.Series:
-    """Return for each value whether a test holds. A missing value is null, and smaller or larger than nothing."""
+    """Return for each value whether a test holds. A missing value is null, and smaller or larger
+    than nothing.
+    """
     words, number = column.map(_text).astype("object"), _number(wanted)
     if sign in ORDERS:
         compared: Any = ORDERS[sign](_numbers(column), number)

@@ -1,4 +1,6 @@
-"""Read a store as a table: a flat row per run, with dotted configuration keys (cache.budget) and the metrics."""
+"""Read a store as a table: a flat row per run, with dotted configuration keys (cache.budget) and
+the metrics.
+"""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,22 +24,47 @@ INTERVAL, ENDS = "_ci95", ("/low", "/high")  # a figure's 95% interval: two colu
 
 # Names of a run and of the place where it ran: neither settings nor metrics.
 FACTS = frozenset(
-    {"id", "status", "kind", "reason", "attempt", "started", "finished", "host", "pid", "folder", "overrides"}
+    {
+        "id",
+        "status",
+        "kind",
+        "reason",
+        "attempt",
+        "started",
+        "finished",
+        "host",
+        "pid",
+        "folder",
+        "overrides",
+    }
     | {"version", "source", "commit", "commit_dirty", "python", "torch", "openmp"}
 )
 # Runs with the same values of these should have the same tokens, on any engine and with any draft.
-SAME_OUTPUT = ("data/fingerprint", "target.name", "target.path", "batch.generate_len", "hardware.dtype")
-SAME_SAMPLING = ("sampling.temperature", "sampling.top_k", "sampling.top_p", "sampling.seed", "sampling.ignore_eos")
+SAME_OUTPUT = (
+    "data/fingerprint",
+    "target.name",
+    "target.path",
+    "batch.generate_len",
+    "hardware.dtype",
+)
+SAME_SAMPLING = (
+    "sampling.temperature",
+    "sampling.top_k",
+    "sampling.top_p",
+    "sampling.seed",
+    "sampling.ignore_eos",
+)
 UNGROUPED = ("attention",)  # keys of config.yaml that are in no group
 
 
 def read_runs(
     runs_dir: str | Path, sweep: str | None = None, every_attempt: bool = False
 ) -> tuple[list[dict[str, Any]], str]:
-    """Return the runs of a store, or of a sweep in it, each by its latest attempt, and a line on those left out.
+    """Return the runs of a store, or of a sweep in it, each by its latest attempt, and a line on
+    those left out.
 
-    Those of a store come oldest first, those of a sweep in the order of its jobs. Leave out earlier attempts and
-    mistyped runs unless `every_attempt` is true. Raise UserError if there are no runs.
+    Those of a store come oldest first, those of a sweep in the order of its jobs. Leave out earlier
+    attempts and mistyped runs unless `every_attempt` is true. Raise UserError if there are no runs.
     """
     if not Path(runs_dir).is_dir():
         raise UserError(f"{runs_dir}: no such folder; name a run store, as in runs_dir=FOLDER")
@@ -48,9 +75,15 @@ def read_runs(
     chosen = found if every_attempt else latest(found)
     mistyped = sum(run.get("kind") == "invalid" for run in found)
     others = {"mistyped": mistyped, "superseded": len(found) - len(chosen) - mistyped}
-    line = f"left out: {', '.join(f'{number:,} {what}' for what, number in others.items() if number)}; --all shows them"
+    line = (
+        f"left out: {', '.join(f'{number:,} {what}' for what, number in others.items() if number)};"
+        " --all shows them"
+    )
     if mistyped:
-        line += f", {command_line(['magicdec', 'clean', shown(Path(runs_dir))])} deletes what was mistyped"
+        line += (
+            f", {command_line(['magicdec', 'clean', shown(Path(runs_dir))])} deletes what was"
+            " mistyped"
+        )
     if not chosen:
         raise UserError(f"{runs_dir}: {line}")
     places = {name: place for place, name in enumerate(members or ())}
@@ -59,8 +92,8 @@ def read_runs(
 
 
 def rows_of(runs: Iterable[Mapping[str, Any]]) -> list[Row]:
-    """Return a row per run. A run under load (scenario=serve) is a row per level, which is then a setting among others:
-    load.concurrency, load.rate or load.replay.
+    """Return a row per run. A run under load (scenario=serve) is a row per level, which is then a
+    setting among others: load.concurrency, load.rate or load.replay.
     """
     rows = [row for run in runs for row in _levels(run)]
     drop_unread(rows)
@@ -74,26 +107,37 @@ def read_rows(runs_dir: str | Path, sweep: str | None = None) -> list[Row]:
 
 
 def rows_of_file(path: Path) -> list[Row]:
-    """Return a row per level of load in the result file of a load generator, which `engine.name` names.
+    """Return a row per level of load in the result file of a load generator, which `engine.name`
+    names.
 
     A server counts as speculative if the file reports acceptance. Raise UserError for other files.
     """
-    from magicdec.peers.results.read import read_results  # here, because trackers import this module
+    # Here, because trackers import this module.
+    from magicdec.peers.results.read import read_results
 
     tool, levels = read_results(path)
     rows = []
     for level in levels:
         way = "speculative" if level.speculation else "autoregressive"
-        row: Row = {"id": path.name, "status": "done", "folder": str(path.parent), SCENARIO: "serve"}
+        row: Row = {
+            "id": path.name,
+            "status": "done",
+            "folder": str(path.parent),
+            SCENARIO: "serve",
+        }
         row |= {"engine.name": tool, "target.name": level.model or "unknown"}
-        row |= {"batch.context_len": round(level.context_len), "batch.generate_len": round(level.generate_len)}
+        row |= {
+            "batch.context_len": round(level.context_len),
+            "batch.generate_len": round(level.generate_len),
+        }
         row |= _of_level(level.load) | dict(level.speculation)
         rows.append(row | {f"{way}/{name}": value for name, value in level.metrics.items()})
     return rows
 
 
 def drop_unread(rows: Sequence[Row]) -> None:
-    """Delete the settings of the cache from runs whose draft has none, where runs of several drafts are compared.
+    """Delete the settings of the cache from runs whose draft has none, where runs of several drafts
+    are compared.
 
     Nobody tells runs of a single draft apart by them, and to look a draft up imports PyTorch.
     """
@@ -106,13 +150,15 @@ def drop_unread(rows: Sequence[Row]) -> None:
 
 
 def _compare_outputs(rows: Iterable[Row]) -> None:
-    """Add output/agrees where several engines have continued the same prompts: whether an engine has written the tokens
-    of the native one, or else of the first.
+    """Add output/agrees where several engines have continued the same prompts: whether an engine
+    has written the tokens of the native one, or else of the first.
     """
     groups: dict[tuple, list[Row]] = {}
     for row in rows:
         if "output/fingerprint" in row:
-            groups.setdefault(tuple(row.get(key) for key in SAME_OUTPUT + SAME_SAMPLING), []).append(row)
+            groups.setdefault(
+                tuple(row.get(key) for key in SAME_OUTPUT + SAME_SAMPLING), []
+            ).append(row)
     for group in groups.values():
         if len({row.get("engine.name") for row in group}) > 1:
             reference = min(group, key=lambda row: row.get("engine.name") != "native")
@@ -124,8 +170,11 @@ def flatten(run: Mapping[str, Any]) -> Row:
     """Return a stored run as one row: nothing is nested, and null values are left out."""
     result = {key: value for key, value in run.items() if key != "config"}
     row = dict(_leaves(run.get("config") or {})) | dict(_leaves(result))
-    if row.get("data.name") in ("prompts", "jsonl") and isinstance(mean := row.get("data/context_len_mean"), float):
-        row["batch.context_len"] = round(mean)  # for a user's own prompts the setting is only a bound
+    if row.get("data.name") in ("prompts", "jsonl") and isinstance(
+        mean := row.get("data/context_len_mean"), float
+    ):
+        # For a user's own prompts the setting is only a bound.
+        row["batch.context_len"] = round(mean)
     return row
 
 
@@ -140,7 +189,8 @@ def _levels(run: Mapping[str, Any]) -> list[Row]:
     if row.get(SCENARIO) != "serve":
         return [row]
     levels = read_lines(Path(run["folder"]) / "history.jsonl", ROW)
-    # The run's own figures are those of its last level: another level that lacks one must not show it.
+    # The run's own figures are those of its last level: another level that lacks one must not show
+    # it.
     shared = {key: value for key, value in row.items() if not any(key in level for level in levels)}
     return [shared | _of_level(level) for level in levels] or [row]
 
@@ -155,8 +205,8 @@ def num_runs(rows: Iterable[Row]) -> int:
 
 
 def sweep_members(runs_dir: str | Path, name: str) -> list[str]:
-    """Return the ids of the runs of all sweeps of a name, in the order of their jobs. The name is the sweep's own
-    (gamma_x_budget), or that of its folder.
+    """Return the ids of the runs of all sweeps of a name, in the order of their jobs. The name is
+    the sweep's own (gamma_x_budget), or that of its folder.
     """
     folders = sorted(path for path in Path(runs_dir, "sweeps").glob("*") if path.is_dir())
     chosen = [path for path in folders if is_named(path, name)]
@@ -172,15 +222,23 @@ def keys_of(rows: Iterable[Row]) -> list[str]:
 
 
 def is_setting(key: str) -> bool:
-    """Return True for a configuration key, which has dots or is in UNGROUPED; metrics have slashes."""
-    return key in UNGROUPED or ("." in key and "/" not in key and key.partition(".")[0] not in NOT_IN_ID)
+    """Return True for a configuration key, which has dots or is in UNGROUPED; metrics have
+    slashes.
+    """
+    return key in UNGROUPED or (
+        "." in key and "/" not in key and key.partition(".")[0] not in NOT_IN_ID
+    )
 
 
 def _leaves(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, item in value.items():
         if isinstance(item, Mapping):
             yield from _leaves(item, f"{prefix}{key}.")
-        elif key.endswith(INTERVAL) and isinstance(item, list) and [*map(is_number, item)] == [True, True]:
+        elif (
+            key.endswith(INTERVAL)
+            and isinstance(item, list)
+            and [*map(is_number, item)] == [True, True]
+        ):
             yield from zip((f"{prefix}{key}{end}" for end in ENDS), item, strict=True)
         elif isinstance(item, list | tuple):
             yield f"{prefix}{key}", json.dumps(item, separators=(",", ":"))

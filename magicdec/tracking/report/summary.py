@@ -18,7 +18,9 @@ PAGE = "report.html"
 
 
 def summarize(sweep_dir: Path, with_figures: bool) -> None:
-    """Print the summary of a sweep, <runs_dir>/sweeps/<name>. A file that cannot be written is no failure."""
+    """Print the summary of a sweep, <runs_dir>/sweeps/<name>. A file that cannot be written is no
+    failure.
+    """
     runs_dir, console = sweep_dir.parents[1], terminal.console()
     if refused := sum(1 for job in jobs(sweep_dir) if not job["id"]):
         print(f"{counted(refused, 'job')} ended before there was a run: see the errors above")
@@ -46,8 +48,11 @@ def _log(sweep_dir: Path, runs: Sequence[Mapping[str, Any]], files: Sequence[Pat
     if not runs or "wandb" not in runs[-1]["config"]:
         return
     config = runs[-1]["config"]
-    trackers = [tracker for tracker in chosen(config) if hasattr(tracker, "log_sweep")]  # a plugin's may be older
-    for logged in filter(None, (tracker.log_sweep(sweep_dir, config, files) for tracker in trackers)):
+    # A plugin's may be older.
+    trackers = [tracker for tracker in chosen(config) if hasattr(tracker, "log_sweep")]
+    for logged in filter(
+        None, (tracker.log_sweep(sweep_dir, config, files) for tracker in trackers)
+    ):
         if logged.warning:
             to_stderr(f"warning: the report of the sweep: {logged.warning}")
         if logged.url or logged.command:
@@ -63,4 +68,6 @@ def _written(rows: Sequence[Row], sweep_dir: Path, with_figures: bool) -> Iterat
 
 def _command(sweep_dir: Path) -> str:
     """Return the command that shows the table of a sweep."""
-    return command_line(["magicdec", "report", shown(sweep_dir.parents[1]), "--sweep", sweep_dir.name])
+    return command_line(
+        ["magicdec", "report", shown(sweep_dir.parents[1]), "--sweep", sweep_dir.name]
+    )

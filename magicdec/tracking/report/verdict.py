@@ -1,4 +1,6 @@
-"""Compare two runs: say whether they differ by more than noise, from the times of each row in every repeat."""
+"""Compare two runs: say whether they differ by more than noise, from the times of each row in every
+repeat.
+"""
 
 from collections.abc import Iterator
 from math import exp
@@ -7,7 +9,15 @@ from pathlib import Path
 import numpy as np
 
 from magicdec.measure import intervals
-from magicdec.measure.intervals import Difference, Estimate, difference, half_width, log_ratio, speedup, speedup_wall
+from magicdec.measure.intervals import (
+    Difference,
+    Estimate,
+    difference,
+    half_width,
+    log_ratio,
+    speedup,
+    speedup_wall,
+)
 from magicdec.tracking.files import GENERATION, Generation, read_lines
 from magicdec.tracking.report.rows import Row
 from magicdec.tracking.store import counted
@@ -28,7 +38,10 @@ def verdicts(a: Row, b: Row) -> Iterator[str]:
     for key in known:
         yield f"{key}: {_in_words(difference(first[key], second[key], same_prompts))}"
     if unknown := [key for key in measured if key not in known]:
-        least = f"at least {intervals.MIN_ROWS} rows and {intervals.MIN_REPEATS} repeats (scenario.repeats) of both"
+        least = (
+            f"at least {intervals.MIN_ROWS} rows and {intervals.MIN_REPEATS} repeats"
+            " (scenario.repeats) of both"
+        )
         yield f"{', '.join(unknown)}: whether the change is noise takes {least} to tell"
 
 
@@ -39,23 +52,30 @@ def estimates(row: Row) -> dict[str, Estimate]:
     tokens = [sum(accepted + 1 for _, accepted in one) for one in rounds]
     found = {"acceptance_length": log_ratio(tokens, [*map(len, rounds)])}
     timed = [times for line in lines if (times := line.get("decode_s") or {}).keys() >= set(WAYS)]
-    repeats = {len(seconds) for times in timed for seconds in times.values()}  # of a damaged file, several
+    # Of a damaged file, several.
+    repeats = {len(seconds) for times in timed for seconds in times.values()}
     if timed and len(timed) == len(lines) and len(repeats) == 1:
         seconds = [np.transpose([times[way] for times in timed]) for way in WAYS]
         written = [
-            [len(of or ()) - 1 for of in (line.get("autoregressive"), line.get("speculative"))] for line in lines
+            [len(of or ()) - 1 for of in (line.get("autoregressive"), line.get("speculative"))]
+            for line in lines
         ]
-        counts = np.array([row for row in written if min(row) > 0]).reshape(-1, 2).T  # without those of a single token
+        # Without those of a single token.
+        counts = np.array([row for row in written if min(row) > 0]).reshape(-1, 2).T
         kept = [min(row) > 0 for row in written]
         per_token = (time[:, kept] / count for time, count in zip(seconds, counts, strict=True))
         starts = range(0, len(lines), int(row["batch.size"]))
         found["speedup"] = speedup(*per_token)
-        found["speedup_wall"] = speedup_wall(*(np.maximum.reduceat(time, starts, axis=1).sum(1) for time in seconds))
+        found["speedup_wall"] = speedup_wall(
+            *(np.maximum.reduceat(time, starts, axis=1).sum(1) for time in seconds)
+        )
     return {key: estimate for key, estimate in found.items() if estimate}
 
 
 def _whole(line: Generation, generate_len: int) -> list[tuple[int, int]]:
-    """Return the rounds of a row that proposed anything, without one that an end of sequence has cut."""
+    """Return the rounds of a row that proposed anything, without one that an end of sequence has
+    cut.
+    """
     rounds, written = line.get("rounds") or [], len(line.get("speculative") or ())
     is_cut = written < generate_len and 1 + sum(accepted + 1 for _, accepted in rounds) > written
     return [one for one in rounds[: -1 if is_cut else None] if one[0]]
@@ -67,7 +87,11 @@ def _in_words(change: Difference) -> str:
     if change.value == half == 0:
         return "the same"
     low, high = (f"{exp(change.value + end) - 1:+.1%}" for end in (-half, half))
-    told = "more than noise" if abs(change.value) > half else f"within noise; {_what_would_tell(change)}"
+    told = (
+        "more than noise"
+        if abs(change.value) > half
+        else f"within noise; {_what_would_tell(change)}"
+    )
     return f"changes by {low} to {high}, {told}"
 
 
@@ -75,7 +99,9 @@ def _what_would_tell(change: Difference) -> str:
     """Say how many more repeats would make a change of this size more than noise."""
     if half_width(change.rows) > abs(change.value):
         return "more repeats would not tell, more rows might"
-    number = next((more for more in range(1, MOST) if change.half_width(more) < abs(change.value)), None)
+    number = next(
+        (more for more in range(1, MOST) if change.half_width(more) < abs(change.value)), None
+    )
     if number is None:
         return f"{MOST} more repeats of both would not tell"
     return f"about {counted(number, 'more repeat')} of both would tell"
