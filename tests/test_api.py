@@ -304,7 +304,10 @@ def test_a_folder_and_a_second_model_at_once(model, expected, tmp_path):
         )
     weights = weakref.ref(second._engine.scheduler.slots.engine.target)
     del second
-    gc.collect()
+    until = time.monotonic() + 10
+    while weights() is not None and time.monotonic() < until:  # its thread ends by itself
+        gc.collect()
+        time.sleep(0.05)
     assert weights() is None
     # The first one's.
     assert "magicdec-scheduler" in {thread.name for thread in threading.enumerate()}
