@@ -150,7 +150,7 @@ def test_defaults_of_transformers_are_read(family):
             {"model_type": "gpt2"},
             "model_type='gpt2' is not supported; supported: llama, mistral, qwen2, qwen3",
         ),
-        ({"model_type": 5}, "model_type=5 is not supported"),
+        ({"model_type": 5}, "model_type=5: must be a text"),
         ({"model_type": None}, "no model_type is given; supported: llama"),
         (
             {"quantization_config": {"quant_method": "awq"}},
