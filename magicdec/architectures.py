@@ -4,13 +4,14 @@ One set of fields covers the Llama, Mistral, Qwen2, Qwen3 and Yi families.
 """
 
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic.dataclasses import dataclass
 
-from magicdec.errors import UserError
+from magicdec.errors import Unsupported, UserError
 from magicdec.rules import STRICT, number, whole
 
+Implementation = Literal["native", "transformers"]  # of a model's forward pass
 LONGEST = (1 << 31) - 1  # positions and lengths are int32
 # The upper bounds are far beyond any model's: they refuse a broken file before it takes memory or
 # time.
@@ -54,7 +55,7 @@ class RopeScaling:
 
     def __post_init__(self) -> None:
         if self.kind not in ROPE_KINDS:
-            raise UserError(
+            raise Unsupported(
                 f"rope scaling {self.kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}"
             )
         for name in ROPE_KINDS[self.kind]:
@@ -70,6 +71,7 @@ class ModelConfig:
     """The sizes and switches of one transformer. Defaults are Llama's."""
 
     is_head = False  # a draft head: see magicdec/heads.py
+    is_predicted = True  # the cost model covers it
     vocab_size: Vocabulary
     hidden_size: Width
     intermediate_size: Features
@@ -104,6 +106,11 @@ class ModelConfig:
                 f"sliding layer {max(self.sliding_layers)}: there are {self.num_layers} layers,"
                 " from 0"
             )
+
+    @property
+    def implementation(self) -> Implementation:
+        """Return who runs the model: for others than ours see magicdec/modules.py."""
+        return "native"
 
     @property
     def group_size(self) -> int:

@@ -27,6 +27,10 @@ class UserError(ValueError):
         return printable(super().__str__(), keep="\n")
 
 
+class Unsupported(UserError):
+    """A model that our own transformer does not cover; another implementation may."""
+
+
 class StorageError(UserError):
     """A run store that cannot be written to, such as on a full disk."""
 

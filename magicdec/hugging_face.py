@@ -29,7 +29,7 @@ from magicdec.architectures import (
     Vocabulary,
     Width,
 )
-from magicdec.errors import UserError
+from magicdec.errors import Unsupported, UserError
 from magicdec.rules import JSON, SHORT, BadValue, must, parse, refusal
 
 
@@ -184,6 +184,7 @@ def from_hugging_face(plain: Mapping[str, Any], name: str = "config.json") -> Mo
     """
     try:
         family = _family(plain)
+        refuse_quantized(plain)
         _check_values(plain, family)
         unread = {*family.ignored, _rope_keys(plain)[1]}
         values = {key: value for key, value in plain.items() if key not in unread}
@@ -194,7 +195,7 @@ def from_hugging_face(plain: Mapping[str, Any], name: str = "config.json") -> Mo
     except ValidationError as error:
         raise refusal(error, where=name) from None
     except UserError as error:
-        raise UserError(f"{name}: {error}") from None
+        raise type(error)(f"{name}: {error}") from None
 
 
 def unread_keys(plain: Mapping[str, Any], expected: Collection[str] = ()) -> dict[str, Any]:
@@ -252,20 +253,25 @@ def _family(plain: Mapping[str, Any]) -> Family:
     if not isinstance(named, str):
         raise UserError(f"model_type={SHORT.repr(named)}: must be a text")
     if named not in FAMILIES:
-        raise UserError(f"model_type={SHORT.repr(named)} is not supported; supported: {supported}")
+        raise Unsupported(
+            f"model_type={SHORT.repr(named)} is not supported; supported: {supported}"
+        )
     return FAMILIES[named]
 
 
 def _check_values(plain: Mapping[str, Any], family: Family) -> None:
-    """Raise UserError for a quantized checkpoint, and for values that our code does not
-    implement.
-    """
-    if any(plain.get(key) for key in QUANTIZED):
-        raise UserError("quantized checkpoints are not supported; take the unquantized one")
+    """Raise Unsupported for values that our code does not implement."""
     for key, supported in SUPPORTED.items():
         value = plain.get(key)
         if key not in family.ignored and value is not None and value != supported:
-            raise UserError(f"{key}={SHORT.repr(value)} is not supported; supported: {supported}")
+            raise Unsupported(f"{key}={SHORT.repr(value)} is not supported; supported: {supported}")
+
+
+def refuse_quantized(plain: Mapping[str, Any], name: str | None = None) -> None:
+    """Raise UserError for a quantized checkpoint; `name` is what the error calls the file."""
+    if any(plain.get(key) for key in QUANTIZED):
+        line = "quantized checkpoints are not supported; take the unquantized one"
+        raise UserError(f"{name}: {line}" if name else line)
 
 
 def _rope_keys(plain: Mapping[str, Any]) -> tuple[str, str]:
@@ -317,7 +323,7 @@ def _sliding(config: HuggingFace) -> tuple[int | None, tuple[int, ...]]:
     if len(kinds) != count:
         raise UserError(f"layer_types names {len(kinds)} layers, num_hidden_layers={count}")
     if unknown := sorted({*kinds} - {FULL, SLIDING}):
-        raise UserError(
+        raise Unsupported(
             f"layer_types={SHORT.repr(unknown[0])} is not supported; supported: {FULL}, {SLIDING}"
         )
     layers = tuple(place for place, kind in enumerate(kinds) if kind == SLIDING)
@@ -349,11 +355,11 @@ def _rope(config: HuggingFace) -> tuple[float, RopeScaling | None]:
     rope = config.rope_parameters or config.rope_scaling or Rope()
     theta, kind = rope.rope_theta or config.rope_theta or DEFAULT_THETA, rope.given_type
     if (rope.partial_rotary_factor or 1.0) != 1.0:
-        raise UserError("partial_rotary_factor is not supported")
+        raise Unsupported("partial_rotary_factor is not supported")
     if kind == "default":
         return theta, None
     if rope.mscale and rope.mscale_all_dim:
-        raise UserError("YaRN with mscale is not supported")
+        raise Unsupported("YaRN with mscale is not supported")
     names = [entry.name for entry in fields(RopeScaling)]
     known: dict[str, Any] = {
         name: value for name in names if (value := getattr(rope, name, None)) is not None

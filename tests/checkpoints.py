@@ -1,5 +1,5 @@
-"""Tiny random checkpoints, made and saved by transformers, for every family and switch that the
-transformer covers.
+"""Tiny random checkpoints, made and saved by transformers: for every family and switch that our
+transformer covers, and for families that run as transformers' modules.
 """
 
 from functools import lru_cache
@@ -9,16 +9,29 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
+    Gemma2Config,
+    Gemma3TextConfig,
+    Glm4MoeConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
+    Olmo2Config,
+    Phi3Config,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
+from magicdec.attention.base import Attention
 from magicdec.attention.sdpa import SdpaAttention
+from magicdec.models.adapter import load as adapter
+from magicdec.models.adapter.model import ModulesTransformer
 from magicdec.models.checkpoint import load, read_config
 from magicdec.models.transformer import Transformer
+from magicdec.modules import ModulesConfig
 
 SIZES = {"vocab_size": 96, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3}
 SIZES |= {
@@ -59,17 +72,63 @@ FAMILIES: dict[str, tuple[type, dict[str, Any]]] = {
     "qwen3-sliding": (Qwen3Config, SLIDING | {"head_dim": 16, "attention_bias": True}),
 }
 
+EXPERTS = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
+SHARED_EXPERTS = EXPERTS | {"n_routed_experts": 8, "n_shared_experts": 1}
+LATENTS = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16}
+# A window that prompts of tests outgrow, in every other layer or as layer_types says.
+ALTERNATING = {"head_dim": 16, "sliding_window": 12}
+# The same for families that run as transformers' modules.
+MODULES: dict[str, tuple[type, dict[str, Any]]] = {
+    "qwen3-moe": (Qwen3MoeConfig, EXPERTS | {"head_dim": 16, "num_experts": 8}),
+    "mixtral": (MixtralConfig, {"head_dim": 16, "num_local_experts": 4, "sliding_window": 12}),
+    "phi3": (Phi3Config, {"head_dim": 16, "hidden_size": 64}),
+    "olmo2": (Olmo2Config, {"hidden_size": 64}),
+    "gemma2": (Gemma2Config, ALTERNATING | {"query_pre_attn_scalar": 24}),
+    "gemma3": (
+        Gemma3TextConfig,
+        ALTERNATING
+        | {
+            "query_pre_attn_scalar": 24,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        },
+    ),
+    "glm4-moe": (Glm4MoeConfig, SHARED_EXPERTS | {"head_dim": 16, "first_k_dense_replace": 1}),
+    "gpt-oss": (
+        GptOssConfig,
+        ALTERNATING
+        | {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),
+    "deepseek-v3": (
+        DeepseekV3Config,
+        SHARED_EXPERTS
+        | LATENTS
+        | {
+            "v_head_dim": 16,
+            "num_key_value_heads": 4,
+            "n_group": 2,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+        },
+    ),
+    "llama-modules": (LlamaConfig, {"head_dim": 16}),
+}
+
 
 def make_checkpoint(
     folder: Path, family: str = "llama", sharded: bool = False, seed: int = 0, **overrides: Any
 ) -> Path:
-    """Save a random checkpoint of `family` (a key of FAMILIES) in `folder`, which is returned.
+    """Save a random checkpoint of `family` (a key of FAMILIES or of MODULES) in `folder`, which is
+    returned.
 
     `overrides` are keys of the Hugging Face config. Every weight is random, norms and biases
     included, and large enough that logits differ clearly; `sharded` splits it over several files
     and an index.
     """
-    config_class, settings = FAMILIES[family]
+    config_class, settings = (FAMILIES | MODULES)[family]
     config = config_class(**(SIZES | settings | overrides))
     generator = torch.Generator().manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config)
@@ -94,8 +153,35 @@ def load_reference(folder: Path) -> PreTrainedModel:
 
 def load_model(folder: Path, dtype: torch.dtype = torch.float32) -> Transformer:
     """The checkpoint in our transformer, with reference attention, on the CPU."""
-    config = read_config(folder)
+    config = read_config(folder, "native")
     with torch.device("meta"):
         model = Transformer(config, SdpaAttention())
     model.load_state_dict(load(folder, config, dtype, "cpu"), assign=True)
     return model.eval().requires_grad_(False)
+
+
+def load_modules(
+    folder: Path,
+    dtype: torch.dtype = torch.float32,
+    attention: Attention | None = None,
+    longest: int = 256,
+) -> ModulesTransformer:
+    """The checkpoint as transformers' modules over our caches, on the CPU."""
+    config = read_config(folder, "transformers")
+    assert isinstance(config, ModulesConfig)
+    where = (dtype, torch.device("cpu"), attention or SdpaAttention(), longest)
+    return adapter.load(folder, config, *where)
+
+
+def written(
+    reference: Any, prompts: list[list[int]], num_new: int, **options: Any
+) -> list[list[int]]:
+    """What transformers' own `generate` writes behind each prompt by itself, greedily."""
+    settings = {"max_new_tokens": num_new, "do_sample": False, "pad_token_id": 0} | options
+    rows = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        # With a mask of its own: generate would take tokens that equal the padding's for padding.
+        row = reference.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0]
+        rows.append(row[len(prompt) :].tolist())
+    return rows

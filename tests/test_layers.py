@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = """threads version torch_names | commands errors units | rules fingerprint | architectures |
-hugging_face | heads plugins |
+hugging_face | heads modules plugins |
 config | costmodel | kernels | verification data | attention | models | cache | decoding | drafts |
 contracts | engine | measure | serving | peers | tracking | planning | scenarios | http calibrate"""  # noqa: E501
 RANKS = {name: rank for rank, names in enumerate(LAYERS.split("|")) for name in names.split()}

@@ -9,8 +9,9 @@ A backend is used in two steps because what depends on lengths alone is the same
 """
 
 from abc import ABC, abstractmethod
+from copy import copy
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import ClassVar, Generic, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,10 +33,53 @@ class Shape:
     dtype: torch.dtype
 
 
+class Weighting(NamedTuple):
+    """How a layer's scores become weights, beyond the softmax.
+
+    A sink is a logit of a query head that takes its share of the softmax and adds nothing, as in
+    gpt-oss. A soft cap c replaces a score s by c tanh(s / c), as in Gemma 2.
+    """
+
+    sinks_H: Tensor | None = None
+    softcap: float | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Return whether the softmax is all."""
+        return self.sinks_H is None and self.softcap is None
+
+    def capped(self, scores: Tensor) -> Tensor:
+        """Return scores under the soft cap, before anything is hidden."""
+        return scores if self.softcap is None else self.softcap * (scores / self.softcap).tanh()
+
+    def softmax(self, scores_BKJTS: Tensor) -> Tensor:
+        """Return the weights that capped scores give to slots."""
+        if self.sinks_H is None:
+            return scores_BKJTS.softmax(-1)
+        of_heads = self.sinks_H.to(scores_BKJTS.dtype).view(*scores_BKJTS.shape[1:3], 1, 1)
+        sinks = of_heads.expand(*scores_BKJTS.shape[:-1], 1)
+        return torch.cat((scores_BKJTS, sinks), dim=-1).softmax(-1)[..., :-1]
+
+
+PLAIN = Weighting()
+
+
 class Attention(ABC, Generic[AttentionPlan]):
     """Attention of T new tokens over a cache whose last T valid entries are these tokens
     themselves.
     """
+
+    # Whether `weighting` is read; otherwise a model that needs one cannot use the backend.
+    takes_weighting: ClassVar[bool] = False
+    weighting: Weighting = PLAIN
+
+    def weighted(self, weighting: Weighting) -> Self:
+        """Return the same backend for a layer with this weighting. Plans of one suit the other."""
+        if weighting.is_plain and self.weighting.is_plain:
+            return self
+        other = copy(self)
+        other.weighting = weighting
+        return other
 
     @classmethod
     def obstacle(cls, dtype: torch.dtype, head_dim: int) -> str | None:
@@ -82,8 +126,8 @@ class Attention(ABC, Generic[AttentionPlan]):
         plan: AttentionPlan,
         indices_BKN: Tensor | None = None,
     ) -> Tensor:
-        """Return softmax attention (B, T, H, D) with scale 1/sqrt(D), causal among the T new
-        tokens.
+        """Return softmax attention (B, T, H, D) with scale 1/sqrt(D) and `weighting`, causal among
+        the T new tokens.
 
         With `indices_BKN` (int64) each KV head reads only these slots: distinct, in any order, the
         new tokens' own among them. Slots that a token may not see, and negative ones, are ignored.
@@ -126,13 +170,14 @@ class Attention(ABC, Generic[AttentionPlan]):
         (B, K, P) in fp32: the softmax over the bounds of the pages from `first_B` up to `last_B`
         (int64), summed over the query heads of a KV head and over tokens; 0 for other pages.
         """
-        q_BKQD = q_BTHD.unflatten(2, (least_BKPD.shape[1], -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+        q_BKJTD = q_BTHD.unflatten(2, (least_BKPD.shape[1], -1)).permute(0, 2, 3, 1, 4)
+        q_BKQD = q_BKJTD.flatten(2, 3)
         bound_BKQP = q_BKQD.clamp(min=0) @ largest_BKPD.mT + q_BKQD.clamp(max=0) @ least_BKPD.mT
-        other_B11P = ~is_within(first_B, last_B, least_BKPD.shape[2])[:, None, None]
-        scaled_BKQP = (bound_BKQP.float() / q_BTHD.shape[-1] ** 0.5).masked_fill(
-            other_B11P, -torch.inf
-        )
-        return scaled_BKQP.softmax(-1).masked_fill(other_B11P, 0.0).sum(2)
+        other_B111P = ~is_within(first_B, last_B, least_BKPD.shape[2])[:, None, None, None]
+        scores_BKQP = self.weighting.capped(bound_BKQP.float() / q_BTHD.shape[-1] ** 0.5)
+        scores_BKJTP = scores_BKQP.unflatten(2, q_BKJTD.shape[2:4])
+        weights_BKJTP = self.weighting.softmax(scores_BKJTP.masked_fill(other_B111P, -torch.inf))
+        return weights_BKJTP.masked_fill(other_B111P, 0.0).sum((2, 3))
 
     def select_largest(self, scores: Tensor, first: Tensor, last: Tensor, count: int) -> Tensor:
         """Return the slots (..., N) of the `count` largest scores (..., S) from `first` up to

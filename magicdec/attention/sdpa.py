@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import override
 
-from magicdec.attention.base import Attention, Shape
+from magicdec.attention.base import Attention, Shape, Weighting
 from magicdec.config.choices import Backend
 from magicdec.config.registry import BACKENDS
 
@@ -24,6 +24,7 @@ from magicdec.config.registry import BACKENDS
 MAX_FOLDED_TOKENS = 64
 # Of the mask's rows in elements: the fused kernels of CUDA would copy it in front of every layer.
 ALIGNMENT = 8
+SCORES_AT_ONCE = 1 << 26  # that attention with a weighting of its own writes out, in fp32
 
 
 @dataclass(frozen=True)
@@ -38,13 +39,23 @@ class SdpaPlan:
     length: int
     mask: Tensor | None
     folded: bool
+    num_new: int
     seqlens_B: Tensor
     window: int | None
+
+    @property
+    def mask_BKJTS(self) -> Tensor | None:
+        """Return the mask with the query heads of a KV head in a dimension of their own."""
+        if self.mask is None:
+            return None
+        return self.mask.unflatten(2, (-1, self.num_new)) if self.folded else self.mask[:, :, None]
 
 
 @BACKENDS.register(Backend("sdpa", priority=0))
 class SdpaAttention(Attention[SdpaPlan]):
-    """The reference backend."""
+    """The reference backend. With a weighting it writes the scores out, some at a time."""
+
+    takes_weighting = True
 
     @override
     def plan(
@@ -61,7 +72,7 @@ class SdpaAttention(Attention[SdpaPlan]):
             uniform = positions_BKS is None and bool((seqlens_B == length).all())
         folded = shape.num_new <= MAX_FOLDED_TOKENS
         if uniform and shape.num_new == 1 and (window is None or window >= length):
-            return SdpaPlan(length, None, folded, seqlens_B, window)
+            return SdpaPlan(length, None, folded, shape.num_new, seqlens_B, window)
         masked_B = seqlens_B[:1] if uniform else seqlens_B
         slot_S = position = torch.arange(
             -(-length // ALIGNMENT) * ALIGNMENT, device=seqlens_B.device
@@ -75,7 +86,8 @@ class SdpaAttention(Attention[SdpaPlan]):
         mask_BKTS.masked_fill_(hidden_BKTS, float("-inf"))
         if folded:
             mask_BKTS = mask_BKTS.repeat(1, 1, shape.group_size, 1)
-        return SdpaPlan(length, mask_BKTS[..., :length], folded, seqlens_B, window)
+        mask = mask_BKTS[..., :length]
+        return SdpaPlan(length, mask, folded, shape.num_new, seqlens_B, window)
 
     @override
     def attend(
@@ -90,6 +102,8 @@ class SdpaAttention(Attention[SdpaPlan]):
             return self._attend_selected(q_BTHD, k_BKSD, v_BKSD, plan, indices_BKN)
         H, K = q_BTHD.shape[2], k_BKSD.shape[1]
         k, v = k_BKSD[:, :, : plan.length], v_BKSD[:, :, : plan.length]
+        if not self.weighting.is_plain:
+            return attend_explicitly(q_BTHD, k, v, self.weighting, plan.mask_BKJTS)
         if not plan.folded and (
             q_BTHD.device.type != "cpu" or (plan.mask is not None and plan.mask.shape[1] > 1)
         ):
@@ -116,12 +130,7 @@ class SdpaAttention(Attention[SdpaPlan]):
         """Write out the probabilities, which only suits a few query tokens at a time."""
         k, v = k_BKSD[:, :, : plan.length], v_BKSD[:, :, : plan.length]
         q_BKJTD = _fold(q_BTHD, k.shape[1])
-        logits_BKJTS = (
-            torch.einsum("bkjtd,bksd->bkjts", q_BKJTD, k).float() * q_BTHD.shape[-1] ** -0.5
-        )
-        if plan.mask is not None:
-            logits_BKJTS += plan.mask.unflatten(2, (-1, q_BTHD.shape[1]))
-        p_BKJTS = logits_BKJTS.softmax(-1)
+        p_BKJTS = weights_of(q_BKJTD, k, self.weighting, plan.mask_BKJTS)
         out = torch.einsum("bkjts,bksd->bkjtd", p_BKJTS.to(v.dtype), v)
         if counted_BT is not None:
             p_BKJTS *= counted_BT[:, None, None, :, None]
@@ -139,12 +148,46 @@ class SdpaAttention(Attention[SdpaPlan]):
         own_B1T1 = _own_slots(plan.seqlens_B, T)[:, None, :, None]
         slot_BK1N = indices_BKN[:, :, None]
         seen_BKTN = ~(_hidden(slot_BK1N, own_B1T1, plan.window, slot_BK1N) | (slot_BK1N < 0))
+        k_BKND, v_BKND = k_BKSD.gather(2, slot_BKN1), v_BKSD.gather(2, slot_BKN1)
+        if not self.weighting.is_plain:
+            mask_BKTN = torch.zeros(seen_BKTN.shape, device=seen_BKTN.device)
+            mask_BKJTN = mask_BKTN.masked_fill_(~seen_BKTN, -torch.inf)[:, :, None]
+            return attend_explicitly(q_BTHD, k_BKND, v_BKND, self.weighting, mask_BKJTN)
         seen = seen_BKTN.repeat(1, 1, H // K, 1) if T > 1 else seen_BKTN  # query rows are (J, T)
         q = _fold(q_BTHD, K).flatten(2, 3)
-        out = F.scaled_dot_product_attention(
-            q, k_BKSD.gather(2, slot_BKN1), v_BKSD.gather(2, slot_BKN1), seen
-        )
+        out = F.scaled_dot_product_attention(q, k_BKND, v_BKND, seen)
         return _unfold(out.unflatten(2, (H // K, -1)))
+
+
+def weights_of(
+    q_BKJTD: Tensor, k_BKSD: Tensor, weighting: Weighting, mask_BKJTS: Tensor | None
+) -> Tensor:
+    """Return the weights (B, K, J, T, S) of all slots, in fp32. The mask is additive."""
+    scores_BKJTS = torch.einsum("bkjtd,bksd->bkjts", q_BKJTD, k_BKSD).float()
+    scores_BKJTS = weighting.capped(scores_BKJTS * q_BKJTD.shape[-1] ** -0.5)
+    if mask_BKJTS is not None:
+        scores_BKJTS = scores_BKJTS + mask_BKJTS
+    return weighting.softmax(scores_BKJTS)
+
+
+def attend_explicitly(
+    q_BTHD: Tensor,
+    k_BKSD: Tensor,
+    v_BKSD: Tensor,
+    weighting: Weighting,
+    mask_BKJTS: Tensor | None,
+) -> Tensor:
+    """Attend by the definition, for some of the T tokens at a time: all their scores are held."""
+    (B, T, H, _), S = q_BTHD.shape, k_BKSD.shape[2]
+    at_once = max(1, SCORES_AT_ONCE // (B * H * S))
+    parts = []
+    for start in range(0, T, at_once):
+        some = slice(start, start + at_once)
+        q_BKJTD = _fold(q_BTHD[:, some], k_BKSD.shape[1])
+        mask = None if mask_BKJTS is None else mask_BKJTS[..., some, :]
+        p_BKJTS = weights_of(q_BKJTD, k_BKSD, weighting, mask).to(v_BKSD.dtype)
+        parts.append(_unfold(torch.einsum("bkjts,bksd->bkjtd", p_BKJTS, v_BKSD)))
+    return torch.cat(parts, dim=1)
 
 
 def attend_by_turns(q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, mask: Tensor | None) -> Tensor:

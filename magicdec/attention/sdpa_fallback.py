@@ -43,7 +43,10 @@ class KernelAttention(Attention[KernelPlan]):
     """A backend whose kernel, `decode`, takes up to `max_new_tokens`."""
 
     max_new_tokens: ClassVar[int] = sys.maxsize
-    _sdpa = SdpaAttention()
+
+    @property
+    def _sdpa(self) -> SdpaAttention:
+        return SdpaAttention().weighted(self.weighting)
 
     @abstractmethod
     def decode(

@@ -190,6 +190,8 @@ class ModelChoice:
     name: str
     path: str | None = None
     weights: Literal["checkpoint", "random"] = "checkpoint"
+    # Our own transformer, transformers' modules, or auto: ours where it covers the model.
+    implementation: Literal["auto", "native", "transformers"] = "auto"
     architecture: ModelConfig | None = None
 
 

@@ -44,10 +44,12 @@ def prefill(
     for start in range(0, longest, chunk):
         tokens_BT = tokens_BS[:, start : min(start + chunk, longest)]
         num_new = tokens_BT.shape[1]
+        count_B = (lengths_B - start).clamp(0, num_new)
+        cache.count_B = count_B
         hidden_BTE = model(tokens_BT, cache, taps)
+        cache.count_B = None
         if hear is not None:
             hear(start)
-        count_B = (lengths_B - start).clamp(0, num_new)
         if isinstance(cache, DraftCache):
             cache.take(cache, cache.committed_slots_B, count_B, num_new)
         ends_here_B1 = ((count_B > 0) & (lengths_B <= start + num_new))[:, None]

@@ -26,7 +26,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from magicdec.attention.base import Attention
-from magicdec.attention.sdpa import attend_by_turns
+from magicdec.attention.sdpa import attend_by_turns, attend_explicitly
 from magicdec.decoding.timers import Stopwatch
 from magicdec.engine.decoder import Decoder
 from magicdec.models.kv_cache import KVCache, Place
@@ -236,7 +236,11 @@ class Recomputed(KVCache):
     @override
     def attend(self, layer: int, q_BTHD: Tensor, attention: Attention, plan: Any) -> Tensor:
         self.compare(layer)
-        return attend_by_turns(q_BTHD, self._k_LBKSD[layer], self._v_LBKSD[layer], plan)
+        k_BKSD, v_BKSD = self._k_LBKSD[layer], self._v_LBKSD[layer]
+        if attention.weighting.is_plain:
+            return attend_by_turns(q_BTHD, k_BKSD, v_BKSD, plan)
+        mask_B11TS = plan[:, :, None]
+        return attend_explicitly(q_BTHD, k_BKSD, v_BKSD, attention.weighting, mask_B11TS)
 
     def compare(self, layer: int) -> None:
         """Note the error of each token's entries in a layer, given those just computed."""

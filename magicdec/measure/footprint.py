@@ -66,7 +66,7 @@ def footprint(
         for tensor in stored(parameter)
     ]
     for model in models:
-        model.layers = model.layers[:LAYERS]
+        model.keep_layers(LAYERS)
     prompt = [0] * min(context_len, max(engine.prefill_chunk, MAX_CHUNK))
     new_tokens = engine.batch.generate_len
     group = replace(engine.batch, generate_len=new_tokens + context_len - len(prompt))

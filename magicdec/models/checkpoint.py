@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 
 from magicdec.architectures import ModelConfig
-from magicdec.errors import UserError
+from magicdec.errors import Unsupported, UserError
 from magicdec.fingerprint import of_files
 from magicdec.hugging_face import (
     GenerationConfig,
     eos_ids,
     from_hugging_face,
+    refuse_quantized,
     unread_keys,
     unread_processors,
 )
@@ -85,8 +86,11 @@ def locate(path: str, key: str = "target.path", weights: bool = True) -> Path:
     return _download(path, key, ["*.json", "*.safetensors"] if weights else ["*.json"])
 
 
-def read_config(folder: Path) -> ModelConfig:
+def read_config(folder: Path, implementation: str = "auto") -> ModelConfig:
     """Return the architecture that the folder's `config.json` describes.
+
+    `implementation` is target.implementation: what `native` does not cover, `auto` describes as
+    transformers' modules.
 
     The end-of-sequence tokens are those of `generation_config.json` where it names any, as in
     transformers' generate. A head of its own counts as such, even if `config.json` ties it. Keys
@@ -101,11 +105,29 @@ def read_config(folder: Path) -> ModelConfig:
         head = head_from(plain, _files_of_head(folder), str(path))
         report_keys(path, unread_keys_of_head(plain), NOT_READ)
         return head
-    config = from_hugging_face(plain, str(path))
-    report_keys(path, unread_keys(plain), NOT_READ)
+    config = describe(plain, str(path), implementation)
+    if config.implementation == "native":
+        report_keys(path, unread_keys(plain), NOT_READ)
     if config.tie_word_embeddings and any(folder.glob("*.safetensors")):
         config = replace(config, tie_word_embeddings=is_tied(_files_of(folder)))
     return replace(config, eos_token_ids=_eos_ids(folder) or config.eos_token_ids)
+
+
+def describe(plain: OBJECT, name: str, implementation: str = "auto") -> ModelConfig:
+    """Return the architecture of a config.json, as our own transformer runs it or as transformers'
+    modules do. `name` is what errors call the file.
+    """
+    refuse_quantized(plain, name)
+    if implementation != "transformers":
+        try:
+            return from_hugging_face(plain, name)
+        except Unsupported:
+            if implementation == "native":
+                raise
+    # Importing transformers takes seconds, and our own transformer does not need it.
+    from magicdec.models.adapter.facts import describe as describe_modules
+
+    return describe_modules(plain, name)
 
 
 def _eos_ids(folder: Path) -> tuple[int, ...]:

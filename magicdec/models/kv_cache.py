@@ -73,6 +73,8 @@ class KVCache:
         self.v_LBKSD = torch.zeros(shape, dtype=dtype, device=device)
         self.seqlens_B = torch.zeros(num_rows, dtype=torch.int32, device=device)
         self.resting_B: Tensor | None = None  # rows whose output nobody reads: see `resting`
+        # How many of a pass's new tokens each row has, the others being padding; None: all.
+        self.count_B: Tensor | None = None
         self._rows_B1 = torch.arange(num_rows, device=device)[:, None]
 
     def view(self, start: int, end: int) -> "KVCache":

@@ -204,10 +204,9 @@ class Transformer(nn.Module):
         """
         return PYTORCH if self.is_compiled else operators_for(type(self.attention))
 
-    @property
-    def step_weight_bytes(self) -> int:
-        """The bytes of weights that a step reads. It reads few rows of an embedding that is not the
-        head.
+    def step_weight_bytes(self, num_tokens: int) -> float:
+        """Return the bytes of weights that a step of so many tokens reads: here always the same,
+        few rows of an embedding that is not the head.
         """
         unread = 0 if self.head is None else self.embed.weight.nbytes
         return sum(weight.nbytes for weight in self.parameters()) - unread
@@ -226,6 +225,10 @@ class Transformer(nn.Module):
         )
         part.is_compiled = self.is_compiled
         return part.eval()
+
+    def keep_layers(self, num_layers: int) -> None:
+        """Drop all layers but the first ones. What was allocated for the others stays."""
+        self.layers = self.layers[:num_layers]
 
     def plain(self) -> "Transformer":
         """Return the same model by PyTorch's operators and attention, not compiled; the weights are

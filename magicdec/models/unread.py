@@ -34,7 +34,7 @@ def report_keys(path: Path, found: Mapping[str, Any], why: str) -> None:
         return
     shown = [f"{key[:60]}={SHORT.repr(value)}" for key, value in [*found.items()][:MOST_KEYS]]
     more = f" and {len(found) - MOST_KEYS} more" if len(found) > MOST_KEYS else ""
-    _report(f"{path}: {why}: {', '.join(shown)}{more}")
+    report_line(f"{path}: {why}: {', '.join(shown)}{more}")
 
 
 def is_tied(files: Mapping[str, Path]) -> bool:
@@ -47,7 +47,7 @@ def is_tied(files: Mapping[str, Path]) -> bool:
         return True
     if have_same_numbers((files[EMBEDDING], EMBEDDING), (files[HEAD], HEAD)):
         return True
-    _report(
+    report_line(
         f"{files[HEAD]}: {HEAD} differs from {EMBEDDING}, so it is used, as in transformers,"
         " although config.json has tie_word_embeddings=true; set that to false"
     )
@@ -65,7 +65,7 @@ def report_frequencies(files: Mapping[str, Path], config: ModelConfig) -> None:
     ]
     for name, path in files.items():
         if FREQUENCIES.fullmatch(name) and not _is_one_of(read_part(path, name).float(), expected):
-            _report(
+            report_line(
                 f"{path}: {name} is not read, as in transformers, and differs from the frequencies"
                 " of config.json"
             )
@@ -81,6 +81,6 @@ def _is_one_of(stored: Tensor, expected: list[Tensor]) -> bool:
 
 
 @cache
-def _report(line: str) -> None:
+def report_line(line: str) -> None:
     """Print a warning, once in a process: the jobs of a sweep read the same checkpoint."""
     to_stderr(f"warning: {line}")

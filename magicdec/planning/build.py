@@ -16,6 +16,7 @@ from magicdec.kernels import library, toolchain
 from magicdec.models import checkpoint
 from magicdec.models.parallel import Share, share
 from magicdec.models.transformer import Transformer
+from magicdec.modules import ModulesConfig
 from magicdec.planning import shared
 from magicdec.planning.resolve import Model, Plan
 from magicdec.tracking.progress import Progress
@@ -96,6 +97,10 @@ def without_weights(model: Model, plan: Plan, attention: Attention, part: Share)
     """Return a share of a model, on the meta device: its weights have a shape and a type but no
     storage.
     """
+    if isinstance(model.config, ModulesConfig):
+        from magicdec.models.adapter.load import without_storage
+
+        return without_storage(model.config, plan.dtype, attention)
     config = part.config(model.config)
     kind: Any = Transformer
     if config.is_head:
@@ -114,6 +119,8 @@ def _load(model: Model, plan: Plan, attention: Attention, progress: Progress) ->
     """Load this rank's share of a model onto its device. Random weights are made there, in the
     run's dtype.
     """
+    if isinstance(model.config, ModulesConfig):
+        return _load_modules(model, model.config, plan, attention, progress)
     part = share(model.num_ranks, plan.config.hardware.all_reduce, plan.device)
     transformer = without_weights(model, plan, attention, part)
     if model.folder is None:
@@ -132,6 +139,23 @@ def _load(model: Model, plan: Plan, attention: Attention, progress: Progress) ->
     if plan.config.hardware.compile:
         transformer.compile_layers()
     return transformer.requires_grad_(False)
+
+
+def _load_modules(
+    model: Model, config: ModulesConfig, plan: Plan, attention: Attention, progress: Progress
+) -> Transformer:
+    """Load transformers' modules onto this device."""
+    from magicdec.models.adapter import load
+
+    where = (config, plan.dtype, plan.device, attention, plan.longest)
+    with progress.task(f"loading {model.key}", total=None):
+        if model.folder is None:
+            transformer = load.random(*where)
+        else:
+            transformer = load.load(model.folder, *where)
+    if plan.config.hardware.compile:
+        transformer.compile_layers()
+    return transformer
 
 
 def _draft_model(

@@ -24,8 +24,10 @@ def identify(key: str, choice: ModelChoice, loads: bool) -> tuple[ModelChoice, P
     """
     origin = _origin(choice)
     is_own = is_own_path(origin.get("name", ""), choice.path)
-    if not loads and is_own and choice.architecture is not None:
-        return choice, None
+    given = choice.architecture
+    is_wanted = given is not None and choice.implementation in ("auto", given.implementation)
+    if not loads and is_own and is_wanted and given is not None:
+        return replace(choice, implementation=given.implementation), None
     if choice.path is None:
         raise UserError(
             f"{key}.path=null: give a local Hugging Face folder or a hub id such as org/name"
@@ -34,7 +36,7 @@ def identify(key: str, choice: ModelChoice, loads: bool) -> tuple[ModelChoice, P
     from magicdec.models import checkpoint
 
     folder = checkpoint.locate(choice.path, f"{key}.path", weights=loads)
-    config = checkpoint.read_config(folder)
+    config = checkpoint.read_config(folder, choice.implementation)
     if choice.architecture is not None:
         written = from_values(origin["architecture"]) if origin.get("architecture") else None
         for name in ModelConfig.__dataclass_fields__:
@@ -47,7 +49,8 @@ def identify(key: str, choice: ModelChoice, loads: bool) -> tuple[ModelChoice, P
                 )
     is_named = choice.name != origin.get("name")  # by the user
     name = choice.name if is_own or is_named else _name_of(folder.resolve(), choice.name, config)
-    return replace(choice, name=name, architecture=config), folder
+    implementation = config.implementation
+    return replace(choice, name=name, architecture=config, implementation=implementation), folder
 
 
 def _origin(choice: ModelChoice) -> dict[str, Any]:

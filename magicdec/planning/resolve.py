@@ -106,6 +106,12 @@ class Plan:
         return self.target.num_ranks
 
     @property
+    def longest(self) -> int:
+        """Return the tokens of the longest sequence of the run."""
+        _, context_len = self.config.scenario.largest(self.config.batch)
+        return context_len + self.config.batch.generate_len
+
+    @property
     def is_audited(self) -> bool:
         """Return whether the output is audited: with synthetic acceptance it means nothing."""
         return self.config.speculates and self.config.draft.synthetic_acceptance is None
@@ -115,7 +121,8 @@ class Plan:
         them.
         """
         has_kernels = self.config.attention == "cpp" and not self.config.hardware.compile
-        if model.folder is None or self.dtype != torch.float32 or not has_kernels:
+        is_native = model.config.implementation == "native"
+        if model.folder is None or self.dtype != torch.float32 or not (has_kernels and is_native):
             return set()
         return checkpoint.stored_in_bfloat16(model.folder, model.config)
 

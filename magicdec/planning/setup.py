@@ -20,6 +20,10 @@ def setup_of(plan: Plan, bandwidth_gbs: float | None = None, tflops: float | Non
     `bandwidth_gbs` and `tflops` are measured figures for a device without a known datasheet.
     Raise UserError if there is nothing to predict with.
     """
+    for model in (plan.target, plan.draft):
+        if model is not None and not model.config.is_predicted:
+            how = "runs as transformers' modules, which have no cost model"
+            raise UserError(f"{model.key}.implementation=transformers: {model.key} {how}")
     config, h, stack = plan.config, plan.config.hardware, None
     if not plan.predicts:
         known, stack = device_in(plan.device_name), OWN_STACK

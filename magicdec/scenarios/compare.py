@@ -230,11 +230,12 @@ def _roofline(plan: Plan, batch: Batch, measured: Metrics) -> Metrics:
         given * 1e9 if given else SHARED.fact(measured_at, lambda: read_bandwidth(plan.device))
     )
     target = batch.decoder.target  # one rank's share, as the bandwidth is one device's
-    weights = target.step_weight_bytes
+    rows, gamma = batch.decoder.cache.num_rows, batch.draft.gamma if batch.draft else 0
     kv = memory.kv_bytes(target.config, int(batch.decoder.state.prompt_len_B.sum()), plan.dtype)
     result: Metrics = {"roofline/bandwidth_gbs": bandwidth / 1e9}
-    for name in ("target_decode", "verify"):
+    for name, num_tokens in (("target_decode", rows), ("verify", rows * (gamma + 1))):
         if f"time/{name}_ms" in measured:
+            weights = target.step_weight_bytes(num_tokens)
             result[f"roofline/{name}"] = (
                 (weights + kv) / (measured[f"time/{name}_ms"] / 1e3) / bandwidth
             )

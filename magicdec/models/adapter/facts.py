@@ -1,0 +1,287 @@
+"""What a model is, read from its modules: they run once without storage, and what reaches their
+attention and their masks is recorded.
+
+B rows, T tokens, H query heads, K KV heads, D head dim.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from magicdec.errors import UserError, in_one_line
+from magicdec.hugging_face import GenerationConfig, eos_ids
+from magicdec.models.adapter.interface import NAME
+from magicdec.models.adapter.library import check_version, config_of, quiet
+from magicdec.modules import SINKS, SOFTCAP, ModulesConfig
+from magicdec.rules import parse
+
+RECORDING, STORELESS = "magicdec_recording", "magicdec_storeless"
+ATTENTION_LAYERS = ("full_attention", "sliding_attention")  # of layer_types
+TOKENS = 2  # of the pass that is recorded
+
+
+@dataclass(frozen=True)
+class LayerFacts:
+    """What one layer's attention was given."""
+
+    num_heads: int
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    window: int | None
+    needs: tuple[str, ...]
+
+
+@dataclass
+class Recording:
+    """What a pass has shown. It travels to attention under the name of a real pass."""
+
+    longest: int
+    layers: dict[int, LayerFacts] = field(default_factory=dict)
+    window_of_mask: dict[int, int | None] = field(default_factory=dict)
+
+
+def describe(plain: Mapping[str, Any], name: str) -> ModulesConfig:
+    """Return the architecture of a config.json whose model is to run as transformers' modules.
+
+    `name` is what errors call the file. Raise UserError for a model that cannot run so, with the
+    reason.
+    """
+    quiet()
+    check_version()
+    try:
+        return _described(plain)
+    except UserError as error:
+        raise UserError(f"{name}: {error}") from None
+
+
+def _described(plain: Mapping[str, Any]) -> ModulesConfig:
+    whole = config_of(plain)
+    config = whole.get_text_config()
+    refuse(config)
+    longest = config.max_position_embeddings
+    model = storeless(whole, torch.bfloat16, RECORDING)
+    recording = record(model, longest)
+    layers = [recording.layers[index] for index in sorted(recording.layers)]
+    if len(layers) != config.num_hidden_layers:
+        raise UserError(
+            f"{len(layers)} of {config.num_hidden_layers} layers have attention; models with other"
+            " layers, such as recurrent ones, are not supported"
+        )
+    window, sliding = _windows(layers)
+    [num_heads] = _one_of("query heads", [layer.num_heads for layer in layers])
+    experts = _experts(model)
+    return ModulesConfig(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=getattr(config, "intermediate_size", None) or config.hidden_size,
+        num_layers=len(layers),
+        num_heads=num_heads,
+        num_kv_heads=max(layer.num_kv_heads for layer in layers),
+        head_dim=max(max(layer.key_dim, layer.value_dim) for layer in layers),
+        max_position_embeddings=longest,
+        tie_word_embeddings=bool(whole.tie_word_embeddings),
+        sliding_window=window,
+        sliding_layers=sliding,
+        eos_token_ids=eos_ids(parse(GenerationConfig, {"eos_token_id": config.eos_token_id})),
+        model_type=whole.model_type,
+        config_json=json.dumps(plain, sort_keys=True),
+        parameters=sum(weight.numel() for weight in model.parameters()),
+        expert_parameters=experts.parameters,
+        num_experts=experts.count,
+        experts_per_token=experts.per_token,
+        attention_needs=tuple(sorted({need for layer in layers for need in layer.needs})),
+        long_rope_from=_long_rope(config),
+        remarks=tuple(_remarks(layers)),
+    )
+
+
+def refuse(config: Any) -> None:
+    """Raise UserError for a model that keeps more than keys and values, and for a rotary embedding
+    whose angles change with the length.
+    """
+    if getattr(config, "is_encoder_decoder", False):
+        raise UserError(f"{config.model_type} is not a decoder alone, and not supported")
+    others = sorted({*(getattr(config, "layer_types", None) or ())} - {*ATTENTION_LAYERS})
+    if others:
+        raise UserError(
+            f"layer_types={others[0]!r:.60} is not supported: a cache here keeps keys and values;"
+            f" supported: {', '.join(ATTENTION_LAYERS)}"
+        )
+    if "dynamic" in _rope_types(config):
+        raise UserError(
+            "rope_type=dynamic is not supported: its angles change with the length, so that entries"
+            " of a cache would not suit each other"
+        )
+
+
+def _ropes(config: Any) -> list[Mapping[str, Any]]:
+    """Return the rotary embeddings of a model: one, or one for each type of layer."""
+    ropes = getattr(config, "rope_parameters", None) or {}
+    nested = [rope for rope in ropes.values() if isinstance(rope, Mapping)]
+    return nested or [ropes]
+
+
+def _rope_types(config: Any) -> set[str]:
+    return {rope.get("rope_type") or "default" for rope in _ropes(config)}
+
+
+def _long_rope(config: Any) -> int | None:
+    if "longrope" not in _rope_types(config):
+        return None
+    return int(_ropes(config)[0]["original_max_position_embeddings"])
+
+
+def storeless(whole: Any, dtype: torch.dtype, attention: str) -> Any:
+    """Return a causal language model on the meta device, whose experts compute nothing."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            whole, dtype=dtype, attn_implementation=attention, trust_remote_code=False
+        )
+    model.set_experts_implementation(STORELESS)
+    return model.eval().requires_grad_(False)
+
+
+def record(model: Any, longest: int) -> Recording:
+    """Run the modules once, on the meta device. Raise UserError where they do not take part in the
+    attention interface.
+    """
+    recording = Recording(longest)
+    tokens_BT = torch.zeros(1, TOKENS, dtype=torch.int64, device="meta")
+    # A mask of padding, because without one transformers looks at the numbers of positions.
+    arguments = {"attention_mask": torch.ones_like(tokens_BT), "use_cache": False, NAME: recording}
+    try:
+        with torch.device("meta"), torch.inference_mode():
+            hidden = model.get_decoder()(input_ids=tokens_BT, **arguments).last_hidden_state
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(
+            f"model_type={model.config.model_type}: its modules cannot run over a cache of ours"
+            f" ({in_one_line(error):.160})"
+        ) from None
+    if hidden.dim() != 3:
+        raise UserError(f"model_type={model.config.model_type}: it has several residual streams")
+    return recording
+
+
+class Window:
+    """A mask of a pass that is recorded: how far it lets a token see; None: to the beginning."""
+
+    def __init__(self, reach: int | None):
+        self.reach = reach
+
+
+def _record_mask(mask_function: Any, config: Any, **_: Any) -> Window:
+    """Find the window of a mask from what it lets a late token see; raise UserError for a mask that
+    is no window.
+    """
+    last = int(config.max_position_embeddings) - 1
+    slot_S = torch.arange(last + 2, device="cpu")
+    seen_S = mask_function(0, 0, torch.tensor(last, device="cpu"), slot_S)
+    count = int(seen_S.sum())
+    if not bool(seen_S[last + 1 - count : last + 1].all()) or bool(seen_S[last + 1]):
+        raise UserError("its attention masks are neither causal nor windows, and not supported")
+    return Window(None if count > last else count)
+
+
+def _record_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Window,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **given: Any,
+) -> tuple[Tensor, None]:
+    """Note the facts of a layer, as attention of transformers' interface."""
+    recording: Recording = given[NAME]
+    needs = (SINKS,) * (s_aux is not None) + (SOFTCAP,) * (softcap is not None)
+    recording.layers[module.layer_idx] = LayerFacts(
+        num_heads=query.shape[1],
+        num_kv_heads=key.shape[1],
+        key_dim=key.shape[3],
+        value_dim=value.shape[3],
+        window=attention_mask.reach,
+        needs=needs,
+    )
+    return query.new_empty(*query.transpose(1, 2).shape[:3], value.shape[3]), None
+
+
+@dataclass
+class ExpertFacts:
+    """The routed experts of a model: how many a layer has, how many a token takes, all weights."""
+
+    count: int = 0
+    per_token: int = 0
+    parameters: int = 0
+
+
+def _experts(model: Any) -> ExpertFacts:
+    """Return the experts that the recorded pass went through."""
+    facts = ExpertFacts()
+    for module in model.modules():
+        if hasattr(module, "magicdec_experts_per_token"):
+            facts.count = module.num_experts
+            facts.per_token = module.magicdec_experts_per_token
+            facts.parameters += sum(weight.numel() for weight in module.parameters())
+    return facts
+
+
+def _skip_experts(
+    self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """Allocate what experts allocate, as experts of transformers' interface."""
+    chosen = top_k_index.numel()
+    self.magicdec_experts_per_token = top_k_index.shape[-1]
+    widest = max(weight.shape[-1] for weight in self.parameters())
+    widest = max(widest, *(weight.shape[-2] for weight in self.parameters() if weight.dim() == 3))
+    hidden_states.new_empty(chosen, widest)
+    return torch.empty_like(hidden_states)
+
+
+def _windows(layers: list[LayerFacts]) -> tuple[int | None, tuple[int, ...]]:
+    """Return the sliding window and the layers that have it."""
+    sliding = tuple(index for index, layer in enumerate(layers) if layer.window)
+    if not sliding:
+        return None, ()
+    [window] = _one_of("sizes of windows", [layers[index].window for index in sliding])
+    return window, sliding
+
+
+def _one_of(what: str, found: list[Any]) -> set[Any]:
+    """Return the only value of all layers, as a set; raise UserError for several."""
+    values = set(found)
+    if len(values) > 1:
+        raise UserError(f"layers with different {what} ({sorted(values)}) are not supported")
+    return values
+
+
+def _remarks(layers: list[LayerFacts]) -> list[str]:
+    """Return what a user should know of entries that take more memory than the model's own."""
+    heads, width = (
+        max(layer.num_kv_heads for layer in layers),
+        max(max(layer.key_dim, layer.value_dim) for layer in layers),
+    )
+    own = sum(layer.num_kv_heads * (layer.key_dim + layer.value_dim) for layer in layers)
+    stored = 2 * heads * width * len(layers)
+    if stored == own:
+        return []
+    return [
+        f"its keys and values differ in shape: the cache pads them, and takes {stored / own:.2f}x"
+        " their memory"
+    ]
+
+
+ALL_ATTENTION_FUNCTIONS.register(RECORDING, _record_attention)
+ALL_MASK_ATTENTION_FUNCTIONS.register(RECORDING, _record_mask)
+ALL_EXPERTS_FUNCTIONS.register(STORELESS, _skip_experts)

@@ -1,0 +1,153 @@
+"""One forward pass of transformers' modules over a cache of ours, through transformers' attention
+interface.
+
+A module hands over the queries, keys and values of new tokens alone: it is given no cache. They are
+written to ours, and attention over it is returned. So whatever a module does to make keys and
+values, such as expanding latents, is done once per token.
+
+B rows, T new tokens, N of them that are computed, H query heads, K KV heads, D head dim. A module
+sees (1, N) tokens where some are left out, otherwise (B, T).
+"""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from typing_extensions import override
+
+from magicdec.attention.base import Attention, Weighting
+from magicdec.models.kv_cache import KVCache, Place
+
+NAME = "magicdec"  # of the attention, and of the keyword that carries a pass to it
+
+
+class Packing:
+    """The tokens of a pass that are computed, side by side in one row; the others are left out."""
+
+    def __init__(self, computed_BT: Tensor):
+        """Take which tokens are computed (bool)."""
+        self.shape = computed_BT.shape
+        self.rows_N, self.columns_N = computed_BT.nonzero(as_tuple=True)
+
+    def packed(self, x_BT: Tensor) -> Tensor:
+        """Return the computed tokens (1, N, ...) of a tensor (B, T, ...)."""
+        return x_BT[self.rows_N, self.columns_N][None]
+
+    def unpacked(self, x_1N: Tensor) -> Tensor:
+        """Return a tensor (B, T, ...) of computed tokens (1, N, ...), 0 elsewhere."""
+        x_BT = x_1N.new_zeros(*self.shape, *x_1N.shape[2:])
+        x_BT[self.rows_N, self.columns_N] = x_1N[0]
+        return x_BT
+
+    def place(self, place: Place) -> Place:
+        """Return where to write the computed tokens."""
+        return place._replace(
+            rows_B1=self.rows_N, slots_BT=place.slots_BT[self.rows_N, self.columns_N]
+        )
+
+
+def packing(cache: KVCache, num_new: int) -> Packing | None:
+    """Return the tokens to compute: not those of resting rows, nor padding. None: all.
+
+    Beyond CPUs, shapes are static: there all are computed.
+    """
+    resting_B, count_B = cache.resting_B, cache.count_B
+    if cache.seqlens_B.device.type != "cpu" or (resting_B is None and count_B is None):
+        return None
+    computed_BT = torch.ones(cache.num_rows, num_new, dtype=torch.bool)
+    if resting_B is not None:
+        computed_BT &= ~resting_B[:, None]
+    if count_B is not None:
+        computed_BT &= torch.arange(num_new) < count_B[:, None]
+    return None if bool(computed_BT.all()) or not bool(computed_BT.any()) else Packing(computed_BT)
+
+
+class ModulesPass:
+    """One forward pass: the cache that it appends to, and how it attends."""
+
+    def __init__(self, cache: KVCache, attention: Attention, num_new: int, dtype: torch.dtype):
+        self.cache, self.attention = cache, attention
+        self.plans: list[Any] = cache.plan(attention, num_new, dtype)
+        self.slots_BT = cache.slots_BT(num_new)
+        self.packing = packing(cache, num_new)
+
+    def packed(self, x_BT: Tensor) -> Tensor:
+        """Return a tensor (B, T, ...) as the modules see it."""
+        return x_BT if self.packing is None else self.packing.packed(x_BT)
+
+    def unpacked(self, x: Tensor) -> Tensor:
+        """Return what the modules have made as a tensor (B, T, ...)."""
+        return x if self.packing is None else self.packing.unpacked(x)
+
+    def attend(self, layer: int, q_BTHD: Tensor, weighting: Weighting) -> Tensor:
+        """Return attention over a layer, to which the new tokens' entries are appended."""
+        attention = self.attention.weighted(weighting)
+        out_BTHD = self.cache.attend(layer, self.unpacked(q_BTHD), attention, self.plans[layer])
+        return self.packed(out_BTHD)
+
+    def write(self, layer: int, k_BTKD: Tensor, v_BTKD: Tensor) -> None:
+        """Append the entries of new tokens to a layer, unless they are there already."""
+        place = self.cache.place(layer, self.slots_BT)
+        if place is None:
+            return
+        if self.packing is not None:
+            place, k_BTKD, v_BTKD = self.packing.place(place), k_BTKD[0], v_BTKD[0]
+        dtype = place.k_BKSD.dtype
+        place.write(k_BTKD.to(dtype), v_BTKD.to(dtype))
+
+
+class EntriesPass(ModulesPass):
+    """A pass that writes entries and attends to nothing."""
+
+    def __init__(self, cache: KVCache, num_new: int):
+        self.cache, self.slots_BT = cache, cache.slots_BT(num_new)
+        self.packing = packing(cache, num_new)
+
+    @override
+    def attend(self, layer: int, q_BTHD: Tensor, weighting: Weighting) -> Tensor:
+        """Return zeros."""
+        return torch.zeros_like(q_BTHD)
+
+
+def attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: object,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **given: Any,
+) -> tuple[Tensor, None]:
+    """Attend as transformers' attention interface asks: query (B, H, T, D), key and value (B, K, T,
+    D) of the new tokens; return (B, T, H, D).
+
+    Our backends scale by 1/sqrt(D) and have one D: queries carry a scaling of the model's own, and
+    narrower keys or values are padded with zeros.
+    """
+    forward: ModulesPass = given[NAME]
+    width, heads = forward.cache.config.head_dim, forward.cache.config.num_kv_heads
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    factor = scaling * math.sqrt(width)
+    if not math.isclose(factor, 1.0, rel_tol=1e-6):
+        query = (query.float() * factor).to(query.dtype)
+    q, k, v = (_wide(x, width).transpose(1, 2) for x in (query, key, value))
+    repeats = heads // k.shape[2]
+    if repeats > 1:
+        k, v = k.repeat_interleave(repeats, 2), v.repeat_interleave(repeats, 2)
+    forward.write(module.layer_idx, k, v)
+    out_BTHD = forward.attend(module.layer_idx, q, Weighting(s_aux, softcap))
+    return out_BTHD[..., : value.shape[-1]], None
+
+
+def _wide(x: Tensor, width: int) -> Tensor:
+    """Return the same numbers with zeros behind them, up to `width` features."""
+    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
+
+
+# transformers makes no masks for an attention without an entry in its interface of masks.
+ALL_ATTENTION_FUNCTIONS.register(NAME, attend)

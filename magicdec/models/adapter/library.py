@@ -1,0 +1,53 @@
+"""The transformers library as the adapter uses it: its version, and a config.json in its hands.
+
+Only this room and the peer `engine=transformers` import it for models.
+"""
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import transformers
+from packaging.version import Version
+
+from magicdec.errors import UserError
+
+OLDEST = "5.24"  # whose modules take what we pass
+
+
+@cache
+def quiet() -> None:
+    """Silence what transformers prints about itself."""
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+
+
+def check_version() -> None:
+    """Raise UserError where the installed transformers is older than the adapter takes."""
+    installed = transformers.__version__
+    if Version(installed) < Version(OLDEST):
+        raise UserError(
+            f"target.implementation=transformers needs transformers {OLDEST} or newer, and"
+            f" {installed} is installed; pip install 'transformers>={OLDEST}'"
+        )
+
+
+def config_of(plain: Mapping[str, Any]) -> Any:
+    """Return transformers' configuration of a config.json; raise UserError for a model_type that it
+    does not have.
+    """
+    model_type = plain.get("model_type")
+    known = transformers.CONFIG_MAPPING
+    if not isinstance(model_type, str) or model_type not in known:
+        remote = ", and code from a checkpoint is never run" if plain.get("auto_map") else ""
+        raise UserError(
+            f"model_type={model_type!r:.60} is not known to transformers"
+            f" {transformers.__version__}{remote}"
+        )
+    return known[model_type].from_dict(dict(plain))
+
+
+def config_from(text: str) -> Any:
+    """Return transformers' configuration of the text of a config.json that was read before."""
+    return config_of(json.loads(text))

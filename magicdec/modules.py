@@ -1,0 +1,59 @@
+"""The architecture of a model that runs as transformers' own modules (magicdec/models/adapter).
+
+Its facts are read from the modules themselves, on PyTorch's meta device. Torch-free.
+"""
+
+from typing import Annotated
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+from typing_extensions import override
+
+from magicdec.architectures import Implementation, ModelConfig, Tokens
+from magicdec.rules import STRICT
+
+Number = Annotated[int, Field(ge=0)]
+# What attention may have beyond softmax(q k / sqrt(D)) v: a logit per head that takes weight and
+# adds nothing, and a bound that scores approach.
+SINKS, SOFTCAP = "attention sinks", "a soft cap of scores"
+
+
+@dataclass(frozen=True, config=STRICT)
+class ModulesConfig(ModelConfig):
+    """The sizes of one such model. `num_kv_heads` and `head_dim` are those of its cache's entries.
+
+    `config_json` is its config.json, from which transformers makes the modules.
+    """
+
+    is_predicted = False
+    model_type: str = ""
+    config_json: str = ""
+    parameters: Number = 0  # tied ones counted once
+    # Of `parameters`: those of routed experts. A token reads `experts_per_token` of `num_experts`.
+    expert_parameters: Number = 0
+    num_experts: Number = 0
+    experts_per_token: Number = 0
+    attention_needs: tuple[str, ...] = ()  # of SINKS and SOFTCAP
+    # Rotary frequencies that depend on the length: above it the long table is taken, see docs.
+    long_rope_from: Tokens | None = None
+    remarks: tuple[str, ...] = ()  # sentences that a run says about its model
+
+    @property
+    @override
+    def implementation(self) -> Implementation:
+        return "transformers"
+
+    @property
+    @override
+    def num_parameters(self) -> int:
+        """Return the weights of the whole model."""
+        return self.parameters
+
+    def parameters_read(self, num_tokens: int) -> float:
+        """Return the weights that a pass over `num_tokens` tokens reads, where every token chooses
+        its experts independently of the others and uniformly.
+        """
+        if not self.num_experts:
+            return self.parameters
+        unread = (1 - self.experts_per_token / self.num_experts) ** num_tokens
+        return self.parameters - unread * self.expert_parameters
