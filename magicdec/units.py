@@ -1,6 +1,9 @@
 """Units, the two ways of decoding, and how the main figure is written."""
 
 WAYS = ("autoregressive", "speculative")  # as metrics begin
+# Another way in which a server is profiled: with a draft that costs nothing, so that a round is its
+# verification.
+FREE = "free"
 LOADS = ("concurrency", "rate", "replay")  # the kinds of a level of load
 GIB = 1 << 30  # bytes
 

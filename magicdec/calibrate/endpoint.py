@@ -15,28 +15,25 @@ from magicdec.config.schema import Serve
 from magicdec.costmodel.hardware import CPU
 from magicdec.costmodel.tables import Row
 from magicdec.errors import UserError, to_stderr
-from magicdec.peers.answer import EndpointRequest
 from magicdec.peers.base import Servable
 from magicdec.peers.endpoint import PROBE_TOKENS, Endpoint
 from magicdec.peers.openai import is_loopback
+from magicdec.peers.steady import MIN_ROUNDS, steady
 from magicdec.planning import build
 from magicdec.planning.resolve import Plan, resolve
 from magicdec.scenarios.peer import load
-from magicdec.serving.load import Load, RequestSpec, under_load
 from magicdec.serving.request import Params
 from magicdec.tracking.progress import progress
 from magicdec.verification.sampling import Sampling
 
 REPEATS = 3
-MIN_STEPS = 8  # in which all requests of a burst decode
-LONGER = 4  # factor by which a second try's answers are longer
 
 
-class Burst(NamedTuple):
-    """As many requests as users, sent at once."""
+class Timed(NamedTuple):
+    """Medians over bursts."""
 
     first_ms: float  # to the first token, the fastest
-    step_ms: float  # while all of them decode
+    step_ms: float  # of a decode step, while all requests decode
     decoded: float  # tokens of a request in the middle of that time
 
 
@@ -111,57 +108,24 @@ async def _time_all(plan: Plan, element_bytes: float) -> tuple[list[Row], str]:
         if not rows:
             raise UserError(
                 f"{address.name}: answers have too few chunks; set batch.generate_len above"
-                f" {MIN_STEPS}"
+                f" {MIN_ROUNDS}"
             )
         return rows, f"{endpoint.model} at {address.url}"
 
 
 async def _time(
     endpoint: Endpoint, bursts: Sequence[Sequence[list[int]]], params: Params
-) -> Burst | None:
+) -> Timed | None:
     """Return the medians of the bursts whose requests decode together for long enough; None if none
     does.
     """
-    found = []
-    for prompts in bursts:
-        for max_tokens in (params.max_tokens, LONGER * params.max_tokens):
-            jobs = [RequestSpec(prompt, Params(max_tokens, params.sampling)) for prompt in prompts]
-            requests, _ = await under_load(
-                endpoint, jobs, Load("concurrency", len(jobs)), 0, lambda _: None
-            )
-            failed = next(
-                (request.error for request in requests if request.error is not None), None
-            )
-            if failed is not None:
-                raise endpoint.failure(failed)
-            if burst := burst_of(cast(list[EndpointRequest], requests)):
-                found.append(burst)
-                break
-    return Burst(*(median(values) for values in zip(*found, strict=True))) if found else None
-
-
-def burst_of(requests: Sequence[EndpointRequest]) -> Burst | None:
-    """Return the times of requests that were sent at once; None if too few steps decode all of
-    them.
-    """
-    begin = max(request.chunk_times[0] for request in requests)
-    end = min(request.chunk_times[-1] for request in requests)
-    steps, decoded = [], []
-    for request in requests:
-        times = request.chunk_times
-        inside = [number for number, time in enumerate(times) if begin <= time <= end]
-        if len(inside) <= MIN_STEPS:
-            return None
-        per_chunk = (request.num_tokens - 1) / (len(times) - 1)
-        first, last = inside[0], inside[-1]
-        steps.append((times[last] - times[first]) / ((last - first) * per_chunk))
-        decoded.append(per_chunk * (first + last) / 2)
-    first_s = min(request.chunk_times[0] - request.arrived for request in requests)
-    return Burst(1e3 * first_s, 1e3 * median(steps), median(decoded))
+    bursts_seen = [await steady(endpoint, prompts, params) for prompts in bursts]
+    found = [Timed(one.first_ms, one.step_ms, one.decoded) for one in bursts_seen if one]
+    return Timed(*(median(values) for values in zip(*found, strict=True))) if found else None
 
 
 def _row(
-    target: str, users: int, context: int, found: Burst, short: Burst, element_bytes: float
+    target: str, users: int, context: int, found: Timed, short: Timed, element_bytes: float
 ) -> Row:
     """Return a point as a row to fit.
 

@@ -128,6 +128,9 @@ def _of_run(folder: Path, given: Given) -> tuple[Source, list[Row], bool]:
     source = named or Source(
         config["target"]["name"], models, config["hardware"], str(run.get("device", ""))
     )
+    is_outside = config.get("engine", {}).get("name", "native") != "native"
+    if config["scenario"]["name"] == "profile" and is_outside:
+        return source, outside_rows(source, history), True
     if config["scenario"]["name"] == "profile":
         return source._replace(models=models | source.models), profile_rows(config, history), False
     levels = [level for line in history if (level := _level(line, run))]
@@ -210,6 +213,29 @@ def profile_rows(config: Mapping[str, Any], history: Iterable[Mapping[str, Any]]
         "element_bytes": ELEMENT_BYTES[config["hardware"]["dtype"]],
     }
     return [timed_row(point, **known, table="profile") for point in history]
+
+
+def outside_rows(source: Source, history: Iterable[Mapping[str, Any]]) -> list[Row]:
+    """Return a row for every batch and context at which a profile from outside has timed T_T."""
+    cells = {
+        (line["batch_size"], line["context_len"]): line
+        for line in history
+        if "time/target_decode_ms" in line
+    }
+    return [
+        Row(
+            target=source.model,
+            draft="self",
+            policy="full",
+            hardware=str(source.hardware["name"]),
+            context_len=round(context + line["decoded"]),
+            batch_size=batch,
+            gamma=1,
+            autoregressive_ms=line["time/target_decode_ms"],
+            element_bytes=source.element_bytes,
+        )
+        for (batch, context), line in cells.items()
+    ]
 
 
 def _architecture(choice: Mapping[str, Any]) -> ModelConfig:

@@ -28,10 +28,9 @@ ONLY_AUTO = ("scenario.precision", "scenario.max_minutes")  # read with scenario
 
 def validate(config: Config) -> None:
     """Raise UserError for the first mistake."""
-    is_peer = config.engine.name != "native"
     found = [
-        *([_peer] if is_peer else []),
-        *([_peers_draft] if is_peer and config.speculates else []),
+        *([_peer] if config.engine.name != "native" else []),
+        *([_peers_draft] if config.speculates and not config.engine.has_our_drafts else []),
         _run,
     ]
     if config.speculates:

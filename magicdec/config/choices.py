@@ -326,6 +326,7 @@ class EngineConfig:
     one_row: ClassVar[bool] = False  # it speculates on one row at a time
     scenarios: ClassVar[tuple[str, ...]] = ("compare",)
     parallel: ClassVar[bool] = False  # its server divides the model by hardware.tensor_parallel
+    has_our_drafts: ClassVar[bool] = False  # and caches
     # It runs elsewhere: of the models here, the target's tokenizer alone is read.
     is_remote: ClassVar[bool] = False
 

@@ -413,6 +413,12 @@ class Config:
         return self.scenario
 
     @property
+    def reads_text(self) -> bool:
+        """Return whether the run reads the data: a server cannot be profiled without prompts."""
+        is_asked = self.engine.name != "native" and not self.scenario.predicts
+        return self.scenario.reads_text or is_asked
+
+    @property
     def speculates(self) -> bool:
         """Return whether the run has a draft."""
         return self.draft.name != "none"

@@ -46,6 +46,7 @@ class Native(EngineConfig):
     """Our own decoder, which has all drafts."""
 
     name: str = "native"
+    has_our_drafts = True
 
 
 @ENGINES.register(Native)

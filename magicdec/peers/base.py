@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import ClassVar
 
-from magicdec.config.choices import DraftConfig, EngineConfig
+from magicdec.config.choices import CacheConfig, DraftConfig, EngineConfig
 from magicdec.config.schema import Config, HardwareConfig, SamplingConfig
 from magicdec.costmodel.speedup import alpha_from_acceptance_length
 from magicdec.measure.metrics import Metrics, RowTimes
@@ -27,7 +27,10 @@ class PeerSpec:
     engine: EngineConfig = field(default_factory=EngineConfig)
     draft: DraftConfig = field(default_factory=lambda: DraftConfig("none"))
     draft_folder: str | None = None
+    cache: CacheConfig = field(default_factory=CacheConfig)  # of the draft
     gamma: int = 0
+    # With which the server of units.FREE accepts; None: it measures.
+    free_acceptance: float | None = None
     kv_bytes_per_token: int = 0  # of all models, a row
 
 
@@ -52,6 +55,16 @@ class Counts:
         proposed, unplaced = self.proposed + other.proposed, self.unplaced + other.unplaced
         return Counts(self.rounds + other.rounds, proposed, accepted, unplaced)
 
+    @property
+    def acceptance_length(self) -> float | None:
+        """Return the tokens of a round, bonus token included; None where no round is known."""
+        return self.num_accepted / self.rounds + 1 if self.rounds else None
+
+    @property
+    def num_accepted(self) -> int:
+        """Return the accepted tokens."""
+        return sum(self.accepted) + self.unplaced
+
     def metrics(self, gamma: int) -> Metrics:
         """Return the metrics, named as in `metrics.acceptance_metrics`.
 
@@ -59,13 +72,11 @@ class Counts:
         gamma tokens, as prompt lookup does near the end of a match.
         """
         found: Metrics = {"acceptance_rounds": self.rounds}
-        if not self.rounds:
+        if (length := self.acceptance_length) is None:
             return found
-        accepted = sum(self.accepted) + self.unplaced
-        length = accepted / self.rounds + 1
         found["acceptance_length"] = length
         if self.proposed:
-            found["acceptance_rate"] = accepted / self.proposed
+            found["acceptance_rate"] = self.num_accepted / self.proposed
         if self.proposed and self.proposed == gamma * self.rounds:
             found["alpha"] = alpha_from_acceptance_length(length, gamma)
         return found | {
@@ -118,7 +129,10 @@ class Servable(OtherEngine):
     """Another engine under load (scenario=serve): its server, for each way of decoding."""
 
     in_turns: ClassVar[bool] = False  # the servers of both ways run at the same time
+    # A step takes as long as if every slot had a request.
+    empty_slots_cost: ClassVar[bool] = False
     names_ids: ClassVar[bool] = False  # see Address
+    draws_acceptance: ClassVar[bool] = False  # its server can accept at a given rate
 
     @property
     @abstractmethod
@@ -126,6 +140,16 @@ class Servable(OtherEngine):
         """Return the ways of decoding; ("",) for a server of which it is not known whether it
         speculates.
         """
+
+    @property
+    def has_any_gamma(self) -> bool:
+        """Return whether each gamma has a server of its own; otherwise it is the server's."""
+        return True
+
+    @property
+    def profiled_ways(self) -> tuple[str, ...]:
+        """Return the ways of decoding whose steps can be timed: those above, and units.FREE."""
+        return self.ways
 
     @abstractmethod
     def serving(self, way: str) -> AbstractAsyncContextManager[Address]:

@@ -23,7 +23,7 @@ class LlamacppEngine(WorkerEngine):
     """llama.cpp."""
 
     name: str = "llamacpp"
-    scenarios = ("compare", "serve")
+    scenarios = ("compare", "serve", "profile")
 
 
 @ENGINES.register(LlamacppEngine)

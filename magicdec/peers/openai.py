@@ -21,6 +21,7 @@ from magicdec.config.schema import Config
 from magicdec.errors import UserError
 from magicdec.peers.base import Address, Servable
 from magicdec.rules import STRICT
+from magicdec.units import FREE
 
 INSTALL = "pip install 'magicdec[openai]'"
 
@@ -33,11 +34,12 @@ class OpenaiEngine(EngineConfig):
     url: str | None = None
     model: str | None = None
     baseline_url: str | None = None
+    free_url: str | None = None
     key_variable: str | None = None
     allow_remote: bool = False
     time_limit_s: Annotated[float, Field(gt=0)] = 600.0
     retries: Annotated[int, Field(ge=0)] = 2
-    scenarios: ClassVar[tuple[str, ...]] = ("serve",)
+    scenarios: ClassVar[tuple[str, ...]] = ("serve", "profile")
     is_remote: ClassVar[bool] = True
 
     @property
@@ -45,7 +47,11 @@ class OpenaiEngine(EngineConfig):
         """Return the servers' addresses by key. That of a server alone becomes that of its API,
         /v1.
         """
-        named = {"engine.url": self.url, "engine.baseline_url": self.baseline_url}
+        named = {
+            "engine.url": self.url,
+            "engine.baseline_url": self.baseline_url,
+            "engine.free_url": self.free_url,
+        }
         given = {key: url.rstrip("/") for key, url in named.items() if url is not None}
         return {key: url if urlsplit(url).path else f"{url}/v1" for key, url in given.items()}
 
@@ -68,7 +74,7 @@ class OpenaiServer(Servable):
                 "engine.url=null: give a server's address, as in engine.url=http://127.0.0.1:8000/v1"
             )
         for key, url in engine.urls.items():
-            _check_url(key, url, engine.allow_remote)
+            _check_url(key, at_gamma(url, 1), engine.allow_remote)
         if engine.key_variable and not os.environ.get(engine.key_variable):
             raise UserError(
                 f"engine.key_variable={engine.key_variable}: the environment has no such variable"
@@ -85,6 +91,20 @@ class OpenaiServer(Servable):
         return tuple(self._keys)
 
     @property
+    @override
+    def has_any_gamma(self) -> bool:
+        engine = self.spec.engine
+        assert isinstance(engine, OpenaiEngine)
+        return any(at_gamma(url, 1) != url for url in engine.urls.values())
+
+    @property
+    @override
+    def profiled_ways(self) -> tuple[str, ...]:
+        engine = self.spec.engine
+        assert isinstance(engine, OpenaiEngine)
+        return (*self.ways, *([FREE] if engine.free_url else []))
+
+    @property
     def _keys(self) -> dict[str, str]:
         engine = self.spec.engine
         assert isinstance(engine, OpenaiEngine)
@@ -95,17 +115,25 @@ class OpenaiServer(Servable):
     @asynccontextmanager
     @override
     async def serving(self, way: str) -> AsyncIterator[Address]:
-        engine, key = self.spec.engine, self._keys[way]
+        engine, key = self.spec.engine, "engine.free_url" if way == FREE else self._keys[way]
         assert isinstance(engine, OpenaiEngine)
+        url = at_gamma(engine.urls[key], self.spec.gamma)
         yield Address(
-            f"{key}={engine.urls[key]}",
-            engine.urls[key],
+            f"{key}={url}",
+            url,
             engine.model,
             os.environ.get(engine.key_variable or "", "none"),
             engine.time_limit_s,
             engine.retries,
-            proxied=not is_loopback(engine.urls[key]),
+            proxied=not is_loopback(url),
         )
+
+
+def at_gamma(url: str, gamma: int) -> str:
+    """Return the address of the server that proposes `gamma` tokens a round: in place of
+    {gamma}.
+    """
+    return url.replace("{gamma}", str(gamma))
 
 
 def _check_url(key: str, url: str, allow_remote: bool) -> None:

@@ -68,11 +68,17 @@ class Decoded:
 
 
 @dataclass(frozen=True, config=STRICT)
-class WorkerEngine(EngineConfig):
+class StartedEngine(EngineConfig):
+    """An engine that a run starts, and waits for."""
+
+    time_limit_s: Annotated[float, Field(gt=0)] = 1800.0
+
+
+@dataclass(frozen=True, config=STRICT)
+class WorkerEngine(StartedEngine):
     """An engine in an environment of its own, that of another Python."""
 
     python: str | None = None
-    time_limit_s: Annotated[float, Field(gt=0)] = 1800.0
     drafts: ClassVar[tuple[str, ...]] = ("model", "ngram")
 
 

@@ -12,16 +12,18 @@ import urllib.request
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, ClassVar
 
 from typing_extensions import override
 
+from magicdec.drafts.ngram import PromptLookup
 from magicdec.errors import UserError, exit_in_words
-from magicdec.peers.base import Address, Servable
+from magicdec.peers.base import Address, PeerSpec, Servable
 from magicdec.peers.pipe import TAIL, WorkerFailed, failed
-from magicdec.peers.process import WorkerEngine
-from magicdec.units import WAYS
+from magicdec.peers.process import StartedEngine
+from magicdec.units import FREE, WAYS
 
 SUPERVISOR = Path(__file__).with_name("supervisor.py")
 POLL_S, END_S = 0.2, 10.0
@@ -39,6 +41,11 @@ class StartedServer(Servable):
     def ways(self) -> tuple[str, ...]:
         return WAYS if self.spec.draft.name != "none" else WAYS[:1]
 
+    @property
+    @override
+    def profiled_ways(self) -> tuple[str, ...]:
+        return (*self.ways, FREE)
+
     @abstractmethod
     def server(self, speculative: bool, port: int) -> list[str]:
         """Return the command that starts the server on a port of this machine."""
@@ -50,16 +57,22 @@ class StartedServer(Servable):
     @asynccontextmanager
     @override
     async def serving(self, way: str) -> AsyncIterator[Address]:
-        assert isinstance(self.spec.engine, WorkerEngine)
+        assert isinstance(self.spec.engine, StartedEngine)
         port, name, time_limit_s = (
             free_port(),
             f"engine.name={self.name}",
             self.spec.engine.time_limit_s,
         )
-        command = await asyncio.to_thread(self.server, way == "speculative", port)
+        starts = type(self)(self._with_free_draft()) if way == FREE else self
+        command = await asyncio.to_thread(starts.server, way != WAYS[0], port)
         async with running(name, command, self.environment(), port, time_limit_s):
             url = f"http://127.0.0.1:{port}/v1"
             yield Address(name, url, time_limit_s=time_limit_s, names_ids=self.names_ids)
+
+    def _with_free_draft(self) -> PeerSpec:
+        """Return the settings with a draft that costs next to nothing: it copies from the text."""
+        draft = PromptLookup(gamma=self.spec.gamma, synthetic_acceptance=self.spec.free_acceptance)
+        return replace(self.spec, draft=draft, draft_folder=None)
 
 
 def free_port() -> int:

@@ -8,6 +8,7 @@ from typing_extensions import override
 
 from magicdec.config.registry import ENGINES
 from magicdec.config.schema import Config
+from magicdec.costmodel.speedup import omega
 from magicdec.drafts.ngram import PromptLookup
 from magicdec.errors import UserError
 from magicdec.heads import HeadConfig
@@ -41,7 +42,7 @@ class VllmEngine(WorkerEngine):
         "auto", "draft_model", "eagle", "eagle3", "dflash", "dspark", "ngram", "suffix", "mtp"
     ] = "auto"
     drafts = tuple(METHODS)
-    scenarios = ("compare", "serve")
+    scenarios = ("compare", "serve", "profile")
     parallel = True
 
     def chosen(self, draft: str) -> str:
@@ -80,6 +81,7 @@ class VllmPeer(WorkerPeer, StartedServer):
     """
 
     name, title, worker, modules, packages = "vllm", "vLLM", "vllm_worker.py", ("vllm",), "vllm"
+    draws_acceptance = True
 
     @classmethod
     @override
@@ -128,6 +130,9 @@ class VllmPeer(WorkerPeer, StartedServer):
         drafts: dict[str, Any] = {"method": method, "num_speculative_tokens": spec.gamma}
         if method == "ngram" and isinstance(spec.draft, PromptLookup):
             drafts |= {"prompt_lookup_max": spec.draft.max_ngram, "prompt_lookup_min": 1}
+        if (alpha := spec.draft.synthetic_acceptance) is not None:
+            drafts["rejection_sample_method"] = "synthetic"
+            drafts["synthetic_acceptance_length"] = omega(spec.gamma, alpha)
         if spec.draft_folder is not None:
             drafts["model"] = spec.draft_folder
         return options | {"speculative_config": drafts}

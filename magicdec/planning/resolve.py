@@ -82,7 +82,7 @@ class Plan:
         }
         if self.config.engine.name != "native":
             found["engine"] = ENGINES[self.config.engine.name].work.installed(self.config.engine)
-        if self.config.scenario.reads_text:
+        if self.config.reads_text:
             found |= {
                 key: data.fingerprint(*source) for key, source in self.config.data.sources.items()
             }

@@ -341,7 +341,7 @@ def _scenario(config: Config) -> Scenario:
     """Import the scenario that was chosen, and no other."""
     name: str = config.scenario.name
     if config.engine.name != "native":
-        name = "endpoint" if name == "serve" else "peer"
+        name = {"serve": "endpoint", "profile": "outside"}.get(name, "peer")
     return cast(Scenario, import_module(f"magicdec.scenarios.{name}"))
 
 

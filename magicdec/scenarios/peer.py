@@ -2,6 +2,7 @@
 what needs a look inside (the profile of a round, the logits of the audit, the cost model).
 """
 
+from dataclasses import replace
 from typing import Any
 
 from magicdec.config.registry import ENGINES
@@ -70,26 +71,30 @@ def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
     )
 
 
-def load(plan: Plan) -> Any:
-    """Return another engine: a Peer, which loads its models, or a Servable."""
-    c, gamma = plan.config, max(plan.config.gammas)
+def load(plan: Plan, gamma: int | None = None, **changes: Any) -> Any:
+    """Return another engine: a Peer, which loads its models, or a Servable. `changes` are those of
+    its settings.
+    """
+    c = plan.config
+    gamma = max(c.gammas) if gamma is None else gamma
     longest = plan.target.config.max_position_embeddings
     models = [model.config for model in (plan.target, plan.draft) if model is not None]
-    spec = PeerSpec(
-        target=str(plan.target.folder),
-        hardware=c.hardware,
-        num_rows=int(c.batch.size),
+    settings: dict[str, Any] = {
+        "target": str(plan.target.folder),
+        "hardware": c.hardware,
+        "num_rows": int(c.batch.size),
         # a round behind the last token, and the one that vLLM must have room for before it proposes
-        max_len=min(longest, c.batch.context_len + c.batch.generate_len + 2 * (gamma + 1)),
-        sampling=c.sampling,
-        eos_token_ids=() if c.sampling.ignore_eos else tuple(plan.target.config.eos_token_ids),
-        engine=c.engine,
-        draft=c.draft,
-        draft_folder=str(plan.draft.folder) if plan.draft else None,
-        gamma=gamma,
-        kv_bytes_per_token=sum(memory.kv_bytes(model, 1, plan.dtype) for model in models),
-    )
-    return ENGINES[c.engine.name].work(spec)
+        "max_len": min(longest, c.batch.context_len + c.batch.generate_len + 2 * (gamma + 1)),
+        "sampling": c.sampling,
+        "eos_token_ids": () if c.sampling.ignore_eos else tuple(plan.target.config.eos_token_ids),
+        "engine": c.engine,
+        "draft": replace(c.draft, gamma=gamma) if c.speculates else c.draft,
+        "cache": c.cache,
+        "draft_folder": str(plan.draft.folder) if plan.draft else None,
+        "gamma": gamma,
+        "kv_bytes_per_token": sum(memory.kv_bytes(model, 1, plan.dtype) for model in models),
+    }
+    return ENGINES[c.engine.name].work(PeerSpec(**settings | changes))
 
 
 def _passes(

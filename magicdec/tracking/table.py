@@ -71,7 +71,7 @@ def _results(
     yield from _header(config, metrics)
     yield Text()
     if config["scenario"]["name"] == "profile":
-        yield Group(_grid(history), Text())
+        yield Group(grid(history), Text())
     elif (speeds := _speeds(metrics)).row_count:
         yield Group(speeds, Text())
     if found := categories(metrics):
@@ -336,7 +336,7 @@ def _memory(metrics: Metrics) -> Iterator[tuple[str, Text]]:
             yield label, Text(f"{', '.join(trouble)}: measure it again", style="yellow")
 
 
-def _grid(history: Sequence[Mapping[str, Any]]) -> Table:
+def grid(history: Sequence[Mapping[str, Any]]) -> Table:
     """Return a table with a line per point of a profile."""
     columns = {"batch_size": "batch", "context_len": "context", "gamma": "gamma"}
     columns |= {f"time/{name}_ms": f"{sign}, ms" for name, sign in STEPS.items()}

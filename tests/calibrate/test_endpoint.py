@@ -6,12 +6,10 @@ import pytest
 import yaml
 
 from magicdec.calibrate import command, steps
-from magicdec.calibrate.endpoint import burst_of, measure_server
+from magicdec.calibrate.endpoint import measure_server
 from magicdec.errors import UserError
 from magicdec.http import app as http
-from magicdec.peers.answer import EndpointRequest, Event, Usage
 from magicdec.serving.engine import AsyncEngine
-from magicdec.serving.request import Params
 from magicdec.serving.scheduler import Scheduler
 from magicdec.serving.slots import Slots
 from tests.peers.stand_in import standing_in
@@ -22,26 +20,6 @@ pytest.importorskip("scipy")
 pytestmark = pytest.mark.usefixtures("here")
 NAMED = ["target=llama-3.1-8b", "hardware=h200"]
 GRID = ["scenario.concurrencies=[2,1]", "scenario.length_shares=[0.5,1.0]", "batch.context_len=64"]
-
-
-def request(arrived: float, times: list[float], tokens: int) -> EndpointRequest:
-    """An answered request whose chunks came at these times."""
-    found = EndpointRequest([1], Params(tokens))
-    found.arrived, found.chunk_times = arrived, times
-    found.take(Event([], Usage(tokens)))
-    return found
-
-
-def test_a_step_is_timed_while_all_requests_decode():
-    """One is delayed by the prefill of the other, and goes on after its end."""
-    first = [1.0, 1.5, 3.0, *(3.0 + 0.1 * n for n in range(1, 12)), 5.0]
-    second = [3.0 + 0.1 * n for n in range(11)]
-    found = burst_of([request(0.0, first, len(first)), request(0.5, second, len(second))])
-    assert (found.step_ms, found.first_ms, found.decoded) == pytest.approx((100, 1000, (7 + 5) / 2))
-    assert burst_of([request(0.0, [1.0, 1.1], 2), request(0.0, second, 11)]) is None, (
-        "they never decode together"
-    )
-    assert burst_of([request(0.0, second, 21)]).step_ms == pytest.approx(50), "chunks of two tokens"
 
 
 @pytest.mark.slow
@@ -139,7 +117,7 @@ def test_servers_that_cannot_be_calibrated(behaviour, overrides, said, capsys):
         (
             "http://127.0.0.1/v1",
             [*NAMED, "scenario=compare"],
-            "engine=openai goes with scenario=serve only",
+            "engine=openai goes with scenario=serve and scenario=profile only",
         ),
     ],
 )

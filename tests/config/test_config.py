@@ -295,7 +295,7 @@ RULES = {
     "must be one of auto, cpu, cuda": "hardware.device=gpu",
     "must be one of auto, float32, bfloat16, float16": "hardware.dtype=float8",
     "must be one of offline, online, disabled; did you mean online?": "wandb.mode=onlin",
-    "must be one of llamacpp, native, openai, openvino, transformers, vllm": "engine.name=tgi",
+    "must be one of llamacpp, magicdec, native, openai, openvino, tran": "engine.name=tgi",
     "must be one of f32, u8": "engine.name=openvino; engine.kv_type=i4",
     "must be one of static, dynamic": "engine.name=transformers; engine.kv_cache=paged",
     "must be one of auto, draft_model, eagle, eagle3": "engine.name=vllm; engine.method=medusa",
@@ -423,7 +423,9 @@ def test_the_edges_of_what_is_valid(keys):
 @pytest.mark.parametrize("engine", OPTIONS["engine"])
 def test_engines_other_than_ours_do_not_draft_unless_told(engine):
     config = compose([f"engine={engine}"])
-    expected = ("self", "streaming") if engine == "native" else ("none", "full")
+    expected = ("none", "full")
+    if engine in ("native", "magicdec"):
+        expected = ("self", "streaming")
     assert (config.engine.name, config.draft.name, config.cache.policy) == (engine, *expected)
 
 

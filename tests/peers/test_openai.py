@@ -426,7 +426,10 @@ def test_the_address_of_a_server_is_that_of_its_api(typed):
         (["engine.url=http://127.0.0.1.example.org/v1"], "is another machine"),
         ([LOCAL, "engine.baseline_url=http://10.0.0.1/v1"], "engine.baseline_url=http://10."),
         ([LOCAL, "engine.key_variable=NO_SUCH"], "the environment has no such variable"),
-        ([LOCAL, "scenario=compare"], "engine=openai goes with scenario=serve only"),
+        (
+            [LOCAL, "scenario=compare"],
+            "engine=openai goes with scenario=serve and scenario=profile only",
+        ),
         ([LOCAL, "draft=self"], "draft.name=self: engine=openai has no such draft"),
     ],
 )

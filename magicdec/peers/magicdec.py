@@ -1,0 +1,85 @@
+"""Our own HTTP server, started by a run and measured from outside as others are."""
+
+import sys
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from pydantic.dataclasses import dataclass
+from typing_extensions import override
+
+from magicdec.config.choices import EngineConfig
+from magicdec.config.load import override as typed
+from magicdec.config.registry import DRAFTS, ENGINES, read_keys
+from magicdec.config.schema import Config
+from magicdec.errors import UserError
+from magicdec.peers.process import StartedEngine
+from magicdec.peers.server import StartedServer, as_arguments
+from magicdec.rules import STRICT
+from magicdec.version import VERSION
+
+MODEL = "served"  # the name under which the server has the model
+HARDWARE = ("device", "dtype", "all_reduce", "cuda_graphs", "compile")
+
+
+@dataclass(frozen=True, config=STRICT)
+class MagicdecEngine(StartedEngine):
+    """Our server."""
+
+    name: str = "magicdec"
+    scenarios = ("serve", "profile")
+    has_our_drafts = True
+
+
+@ENGINES.register(MagicdecEngine)
+class MagicdecServer(StartedServer):
+    """`magicdec serve`, with a slot for each row."""
+
+    name = "magicdec"
+    empty_slots_cost = draws_acceptance = True
+
+    @classmethod
+    @override
+    def check(cls, config: Config) -> None:
+        if config.speculates and not DRAFTS[config.draft.name].facts.serves:
+            raise UserError(f"draft.name={config.draft.name} cannot be served; choose another")
+
+    @classmethod
+    @override
+    def installed(cls, engine: EngineConfig) -> str:
+        return f"magicdec {VERSION}"
+
+    @override
+    def server(self, speculative: bool, port: int) -> list[str]:
+        options = as_arguments({"port": port, "model": MODEL, "grace": 0})
+        return [sys.executable, "-m", "magicdec", "serve", *self.overrides(speculative), *options]
+
+    def overrides(self, speculative: bool) -> list[str]:
+        """Return the overrides of the server's command line."""
+        spec = self.spec
+        found = ["target=custom", typed("target.path", spec.target), "sampling=greedy"]
+        found += [typed(f"hardware.{key}", getattr(spec.hardware, key)) for key in HARDWARE]
+        # The server divides its room into a prompt and a continuation, which have at least 2
+        # tokens.
+        found += [f"batch.size={spec.num_rows}", f"batch.context_len={spec.max_len - 2}"]
+        found += ["batch.generate_len=2"]
+        if not speculative:
+            return [*found, "draft=none"]
+        found.append(f"draft={spec.draft.name}")
+        if spec.draft_folder is not None:
+            found += ["target@draft.model=custom", typed("draft.model.path", spec.draft_folder)]
+        found += _leaves("draft", spec.draft.name, asdict(spec.draft))
+        if spec.draft.is_model:
+            found.append(f"cache={spec.cache.policy}")
+            found += _leaves("cache", spec.cache.policy, asdict(spec.cache))
+        return found
+
+    @override
+    def environment(self) -> dict[str, str]:
+        return {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+
+
+def _leaves(group: str, option: str, values: dict[str, Any]) -> list[str]:
+    """Return overrides of the keys of an option that have an effect, apart from its name."""
+    keys = sorted(read_keys(group, option) - {"name", "policy", "model"})
+    return [typed(f"{group}.{key}", values[key]) for key in keys if values[key] is not None]

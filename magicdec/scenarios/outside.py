@@ -1,0 +1,238 @@
+"""scenario=profile on another engine, or on our own server: the times of its steps from outside.
+
+T_T is the time of a step without speculation. A round with a draft that costs nothing is its
+verification, so that it takes T_V; the round of the draft in question takes longer by gamma T_D.
+Without the former the two cannot be told apart, and their sum is the time of the round.
+
+All are timed at a steady state (peers/steady.py), as are their 95% intervals.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import product
+from math import hypot
+from statistics import fmean
+from typing import Any, NamedTuple, cast
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from magicdec.config.load import to_dict
+from magicdec.config.schema import Config, Profile
+from magicdec.costmodel.speedup import alpha_from_acceptance_length
+from magicdec.errors import UserError, to_stderr
+from magicdec.measure.metrics import Metrics
+from magicdec.peers.base import Servable
+from magicdec.peers.endpoint import Endpoint
+from magicdec.peers.steady import LONGER, MIN_ROUNDS, Burst, steady
+from magicdec.planning import build
+from magicdec.planning.resolve import Plan, resolve
+from magicdec.scenarios.outcome import Outcome
+from magicdec.scenarios.peer import load
+from magicdec.serving.request import Params
+from magicdec.tracking.progress import Progress
+from magicdec.tracking.store import Run
+from magicdec.tracking.table import described_models, grid
+from magicdec.units import FREE, WAYS
+from magicdec.verification.sampling import Sampling
+
+AUTOREGRESSIVE, SPECULATIVE = WAYS
+FREE_ALPHA = 0.7  # with which a free draft is accepted where there is no other to compare with
+FEWEST = 0.8  # of gamma: with fewer proposals, a round is not its verification
+PERIOD = 32  # tokens of a prompt that repeats, so that n-grams are found
+
+
+def prepare(config: Config) -> Plan:
+    """Resolve a run at the largest point of the grid."""
+    rows, context = config.scenario.largest(config.batch)
+    return resolve(replace(config, batch=replace(config.batch, size=rows, context_len=context)))
+
+
+class Started(NamedTuple):
+    """A server to measure: its way of decoding, its gamma, and the batches to measure there."""
+
+    way: str
+    gamma: int  # 0: it does not speculate
+    batches: tuple[int, ...]
+
+
+class Point(NamedTuple):
+    """What is measured at once: a way and a gamma at a batch and a context."""
+
+    way: str
+    gamma: int
+    batch: int
+    context: int
+
+
+def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
+    """Time every point of scenario.batch_sizes x context_lens x gammas; a point is a line of the
+    history.
+    """
+    work = Bursts(plan, run, progress, build.tokenizer(plan))
+    asyncio.run(work.measure_all())
+    metrics: Metrics = {"device": plan.device_name, "engine/served": work.served, **plan.sources}
+    return Outcome(metrics, history=work.history, view=view(plan, work))
+
+
+def view(plan: Plan, work: "Bursts") -> RenderableType:
+    """Return what the terminal shows: the times of all points."""
+    described = to_dict(plan.config)
+    heading = Text(f"profile from outside: {described_models(described)}", style="bold")
+    window = (
+        "of rounds in which all requests of a burst decode: without ramp, prefills and the last"
+        " requests"
+    )
+    parts: list[RenderableType] = [
+        heading,
+        Text(f"{work.served}; {window}"),
+        Text(),
+        grid(work.history),
+    ]
+    rounds = [line for line in work.history if "time/round_ms" in line]
+    if rounds and not any("time/verify_ms" in line for line in rounds):
+        parts.append(
+            Text("T_D and T_V cannot be told apart: no draft that costs nothing was timed")
+        )
+    return Group(*parts)
+
+
+@dataclass
+class Bursts:
+    """The bursts of a run so far."""
+
+    plan: Plan
+    run: Run
+    progress: Progress
+    tokenizer: object | None
+    served: str = ""
+    found: dict[Point, Burst] = field(default_factory=dict)
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """Return a line for each point of the grid."""
+        return [*lines(self.found)]
+
+    async def measure_all(self) -> None:
+        """Measure all servers, one after another."""
+        config, scenario = self.plan.config, self.plan.config.settings(Profile)
+        engine = cast(Servable, load(self.plan, gamma=max(scenario.gammas)))
+        servers = [*servers_of(engine, scenario)]
+        total = sum(len(server.batches) for server in servers) * len(scenario.context_lens)
+        room = replace(config.batch, generate_len=LONGER * config.batch.generate_len)
+        roomy = replace(self.plan, config=replace(config, batch=room))
+        with self.progress.task("profiling", total=total) as task:
+            for server in servers:
+                alpha = self._alpha(server.gamma) if engine.draws_acceptance else None
+                rows = max(server.batches)
+                started = load(roomy, server.gamma, num_rows=rows, free_acceptance=alpha)
+                async with (
+                    started.serving(server.way) as address,
+                    Endpoint(address, self.tokenizer) as endpoint,
+                ):
+                    await self._measure(endpoint, server, engine, task.advance)
+        if not self.found:
+            raise UserError(
+                f"batch.generate_len={config.batch.generate_len}: no requests decode {MIN_ROUNDS}"
+                " rounds together; ask for longer answers"
+            )
+
+    async def _measure(
+        self, endpoint: Endpoint, server: Started, engine: Servable, advance: Callable[[int], None]
+    ) -> None:
+        """Measure a server at all of its points."""
+        config, scenario = self.plan.config, self.plan.config.settings(Profile)
+        params = Params(config.batch.generate_len, Sampling.of(config.sampling, 0))
+        longest = max(scenario.context_lens)
+        prompts = build.prompts(self.plan, self.tokenizer, max(server.batches), longest).tokens
+        speculates = await endpoint.learn(prompts[0], params)
+        way = server.way or WAYS[speculates]
+        self.served = f"{endpoint.model} at {endpoint.address.url}"
+        for batch, context in product(server.batches, scenario.context_lens):
+            rows = [row[:context] for row in prompts[:batch]]
+            if server.way == FREE and not engine.draws_acceptance:
+                rows = [(row[:PERIOD] * context)[:context] for row in rows]
+            burst = await steady(endpoint, rows, params)
+            if burst is None:
+                to_stderr(
+                    f"warning: {batch} requests of {context} tokens do not decode {MIN_ROUNDS}"
+                    " rounds together; left out"
+                )
+            else:
+                gamma = _gamma(server, burst, engine.has_any_gamma) if way != AUTOREGRESSIVE else 0
+                self.found[Point(way, gamma, batch, context)] = burst
+                self.run.write_lines("history", self.history)
+            advance(1)
+
+    def _alpha(self, gamma: int) -> float:
+        """Return the acceptance to give a free draft: that of the draft it is compared with."""
+        lengths = [
+            burst.length
+            for point, burst in self.found.items()
+            if point.way == SPECULATIVE and point.gamma == gamma
+        ]
+        if not lengths:
+            return FREE_ALPHA
+        return alpha_from_acceptance_length(min(fmean(lengths), gamma + 1.0), gamma)
+
+
+def servers_of(engine: Servable, scenario: Profile) -> Iterator[Started]:
+    """Yield the servers to measure, each draft before the free one that it is compared with."""
+    sizes = sorted(set(scenario.batch_sizes))
+    groups = [(size,) for size in sizes] if engine.empty_slots_cost else [tuple(sizes)]
+    ways = engine.profiled_ways
+    for batches in groups:
+        if AUTOREGRESSIVE in ways:
+            yield Started(AUTOREGRESSIVE, 0, batches)
+        others = [way for way in ways if way != AUTOREGRESSIVE]
+        gammas = sorted(set(scenario.gammas))
+        for gamma in gammas if engine.has_any_gamma else gammas[:1]:
+            yield from (Started(way, gamma, batches) for way in others)
+
+
+def _gamma(server: Started, burst: Burst, is_chosen: bool) -> int:
+    """Return the gamma of a burst, as the server counts it where nobody has chosen it."""
+    return server.gamma if is_chosen or not burst.gamma else round(burst.gamma)
+
+
+def lines(found: Mapping[Point, Burst]) -> Iterator[dict[str, Any]]:
+    """Yield a line for each point of the grid that was measured, times in milliseconds as in
+    scenario=profile of our own engine.
+    """
+    cells = sorted({(point.batch, point.context) for point in found})
+    for batch, context in cells:
+        line: dict[str, Any] = {"batch_size": batch, "context_len": context}
+        if plain := found.get(Point(AUTOREGRESSIVE, 0, batch, context)):
+            line |= _timed("target_decode", plain) | {"decoded": plain.decoded}
+        gammas = sorted({p.gamma for p in found if p[2:] == (batch, context) and p.gamma})
+        if not gammas:
+            yield line
+        for gamma in gammas:
+            free = found.get(Point(FREE, gamma, batch, context))
+            draft = found.get(Point(SPECULATIVE, gamma, batch, context))
+            yield line | {"gamma": gamma} | _speculation(gamma, free, draft)
+
+
+def _speculation(gamma: int, free: Burst | None, draft: Burst | None) -> dict[str, Any]:
+    """Return the times of a round's parts, as far as they can be told apart, and its acceptance."""
+    line: dict[str, Any] = {}
+    if free and free.gamma is not None:
+        line["free/proposed"] = free.gamma
+        free = free if free.gamma >= FEWEST * gamma else None
+    if free:
+        line |= _timed("verify", free)
+    if draft:
+        line |= _timed("round", draft) | {"acceptance_length": draft.length}
+        line |= {"proposed": draft.gamma} if draft.gamma is not None else {}
+    if free and draft:
+        line["time/draft_ms"] = time = (draft.step_ms - free.step_ms) / gamma
+        if free.step_ms_ci95 and draft.step_ms_ci95:
+            halves = [(high - low) / 2 for low, high in (free.step_ms_ci95, draft.step_ms_ci95)]
+            half = hypot(*halves) / gamma
+            line["time/draft_ms_ci95"] = [time - half, time + half]
+    return line
+
+
+def _timed(name: str, burst: Burst) -> dict[str, Any]:
+    return {f"time/{name}_ms": burst.step_ms, f"time/{name}_ms_ci95": burst.step_ms_ci95}

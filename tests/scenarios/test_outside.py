@@ -1,0 +1,136 @@
+"""scenario=profile of servers: stand-ins with known times, and our own server's settings."""
+
+from contextlib import ExitStack
+
+import pytest
+
+from magicdec.config.load import compose
+from magicdec.peers.steady import Burst
+from magicdec.planning.resolve import resolve
+from magicdec.scenarios import Job, run
+from magicdec.scenarios.outside import Point, prepare
+from magicdec.scenarios.outside import lines as lines_of
+from magicdec.scenarios.peer import load
+from magicdec.units import FREE
+from tests.peers.stand_in import standing_in
+from tests.refusals import refusal
+from tests.tracking.sample import lines
+
+GRID = ["scenario=profile", "scenario.batch_sizes=[1,2]", "scenario.context_lens=[32]"]
+GRID += ["batch.generate_len=24", "data=random", "tracker=[]", "engine.retries=0"]
+STEP_S, VERIFY_S, ROUND_S = 0.02, 0.03, 0.05
+PROPOSES = {"per_chunk": 3, "metrics": "vllm"}  # two a round, and all are accepted
+
+
+def profiled(tmp_path, *overrides: str) -> tuple[dict, list[dict]]:
+    """The result and the history of a profile."""
+    config = compose(["engine=openai", *GRID, f"runs_dir={tmp_path}", *overrides])
+    result = run(config, Job())
+    return result, lines(tmp_path / result["id"] / "history.jsonl")
+
+
+def test_the_parts_of_a_round_are_those_of_the_servers(tmp_path, capsys):
+    """The free draft's round is the verification, and the draft takes the rest."""
+    with ExitStack() as stack:
+        behaviours = {
+            "baseline_url": {"per_chunk": 1, "chunk_s": STEP_S},
+            "free_url": {**PROPOSES, "chunk_s": VERIFY_S},
+            "url": {**PROPOSES, "chunk_s": ROUND_S},
+        }
+        servers = {key: stack.enter_context(standing_in(**one)) for key, one in behaviours.items()}
+        urls = [f"engine.{key}={url}" for key, (_, url) in servers.items()]
+        _, history = profiled(tmp_path, *urls, "scenario.gammas=[2]")
+    assert [(line["batch_size"], line["gamma"]) for line in history] == [(1, 2), (2, 2)]
+    for line in history:
+        step, verify, draft, whole = (
+            line[f"time/{name}_ms"] for name in ("target_decode", "verify", "draft", "round")
+        )
+        assert 1e3 * STEP_S < step < 1.4e3 * STEP_S, "never early, and late on a busy machine"
+        assert 1e3 * VERIFY_S < verify < 1.4e3 * VERIFY_S
+        assert whole == pytest.approx(verify + 2 * draft)
+        assert draft == pytest.approx(1e3 * (ROUND_S - VERIFY_S) / 2, rel=0.4)
+        assert (line["acceptance_length"], line["proposed"]) == pytest.approx((3, 2), rel=0.1)
+        low, high = line["time/target_decode_ms_ci95"]
+        assert low <= step <= high
+    assert "in which all requests of a burst decode" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "known"),
+    [({"per_chunk": 1}, "time/target_decode_ms"), (PROPOSES, "time/round_ms")],
+)
+def test_a_server_alone_is_what_it_reports(tmp_path, behaviour, known, capsys):
+    """Its gamma is the one that it counts; without a free draft, a round stays whole."""
+    with standing_in(**behaviour, chunk_s=0.01) as (_, url):
+        _, history = profiled(tmp_path, f"engine.url={url}")
+    assert {key for line in history for key in line if key.endswith("_ms")} == {known}
+    gammas = [line.get("gamma") for line in history]
+    speculates = known == "time/round_ms"
+    assert gammas == ([2, 2] if speculates else [None, None])
+    assert ("cannot be told apart" in capsys.readouterr().out) == speculates
+
+
+def test_a_free_draft_that_proposes_too_little_is_no_verification():
+    for proposed, is_known in ((2.0, False), (3.9, True)):
+        free = Burst(1.0, (50.0, 50.0), 8.0, 1.5, proposed)
+        (line,) = lines_of({Point(FREE, 4, 1, 32): free})
+        assert line["free/proposed"] == proposed
+        assert ("time/verify_ms" in line) == is_known
+
+
+def test_an_address_may_name_a_server_for_each_gamma(tmp_path):
+    overrides = [*GRID, "scenario.gammas=[2,4]"]
+    address = 'engine.free_url="http://127.0.0.1:800{gamma}/v1"'
+    config = compose(["engine=openai", "engine.url=http://127.0.0.1:8000/v1", address, *overrides])
+    engine = load(prepare(config), gamma=4)
+    assert engine.has_any_gamma
+    assert engine.profiled_ways == ("", FREE)
+
+
+def test_requests_that_never_decode_together_are_refused(tmp_path):
+    with standing_in() as (_, url), refusal("ask for longer answers"):
+        profiled(tmp_path, f"engine.url={url}", "batch.generate_len=2")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["draft=self", "cache=snapkv", "cache.budget=48", "draft.gamma=3"],
+        ["draft=model", "cache.budget=32", "cache.num_sink=8"],
+        ["draft=ngram", "draft.max_ngram=5"],
+    ],
+)
+def test_our_server_is_started_with_the_settings_of_the_run(overrides):
+    """The command line of the server composes to the same draft and cache."""
+    plan = resolve(compose(["engine=magicdec", "hardware=cpu", "batch.size=2", *overrides]))
+    server = load(plan)
+    config = compose(["scenario=serve", *server.overrides(speculative=True)])
+    theirs, ours = config.draft, plan.config.draft
+    for key in ("name", "gamma", "quantization", "synthetic_acceptance"):
+        assert getattr(theirs, key) == getattr(ours, key), key
+    if ours.is_model:
+        assert config.cache == plan.config.cache
+    assert (config.batch.size, config.batch.generate_len) == (2, 2)
+    assert config.batch.context_len + 2 == server.spec.max_len
+    assert not compose(["scenario=serve", *server.overrides(speculative=False)]).speculates
+
+
+def test_our_free_draft_accepts_as_told():
+    plan = resolve(compose(["engine=magicdec", "hardware=cpu", "batch.size=2"]))
+    server = load(plan, gamma=4, free_acceptance=0.6)
+    free = type(server)(server._with_free_draft()).overrides(speculative=True)
+    draft = compose(["scenario=serve", *free]).draft
+    assert (draft.name, draft.gamma, draft.synthetic_acceptance) == ("ngram", 4, 0.6)
+
+
+@pytest.mark.slow
+def test_our_own_server_from_outside(tmp_path):
+    """All parts of a round are found, at every batch with as many slots as rows."""
+    grid = ["scenario.batch_sizes=[1,2]", "scenario.context_lens=[64]", "scenario.gammas=[2]"]
+    keys = ["hardware=cpu", "cache.budget=32", "batch.generate_len=24", "tracker=[]"]
+    result = run(compose(["engine=magicdec", *grid, *keys, f"runs_dir={tmp_path}"]), Job())
+    history = lines(tmp_path / result["id"] / "history.jsonl")
+    assert [(line["batch_size"], line["gamma"]) for line in history] == [(1, 2), (2, 2)]
+    for line in history:
+        assert min(line[f"time/{name}_ms"] for name in ("target_decode", "verify", "round")) > 0
+        assert line["proposed"] == pytest.approx(2, rel=0.2)
