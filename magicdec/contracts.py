@@ -237,7 +237,12 @@ class _Reader:
         indices_BKN: Tensor | None = None,
     ) -> Tensor:
         self._check(q_BTHD, k_BKSD, plan, indices_BKN)
+        self._check_reads("selects what it reads", indices_BKN is not None, "indices_BKN")
         return self._attention.attend(q_BTHD, k_BKSD, v_BKSD, plan, indices_BKN)
+
+    def attend_scored(self, *arguments: Any) -> tuple[Tensor, Tensor]:
+        self._check_reads("observes the attention", True, "scores_BKS")
+        return self._attention.attend_scored(*arguments)
 
     def attend_coded(
         self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: SdpaPlan, coded: Any
@@ -260,6 +265,14 @@ class _Reader:
             self._count(torch.minimum(cache.committed_slots_B, read_B), where)
         else:
             self._check_indices(indices_BKN, k_BKSD, where)
+
+    def _check_reads(self, what: str, does: bool, field: str) -> None:
+        """Check what attention does against what `reads` says: a pass in one call relies on it."""
+        said = self._cache.reads(self._layer)
+        if said is not None and does and getattr(said, field) is None:
+            raise Broken(
+                f"reads: layer {self._layer} {what}, which {field} does not say: must be None"
+            )
 
     def _check_indices(self, indices_BKN: Tensor, k_BKSD: Tensor, where: str) -> None:
         """Check a dynamic selection, of which the backend ignores what a token may not see."""

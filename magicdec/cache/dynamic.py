@@ -15,6 +15,7 @@ from typing_extensions import override
 from magicdec.attention.base import Attention
 from magicdec.cache.draft_cache import DraftCache
 from magicdec.cache.full import FullCache
+from magicdec.models.kv_cache import Reads
 
 
 class DynamicCache(FullCache):
@@ -30,6 +31,11 @@ class DynamicCache(FullCache):
         """Return the committed slots for each KV head to read (B, K, N), negative where there are
         fewer.
         """
+
+    @override
+    def reads(self, layer: int) -> Reads | None:
+        """Return None: `select` may depend on the queries."""
+        return None
 
     @override
     def attend(self, layer: int, q_BTHD: Tensor, attention: Attention, plan: Any) -> Tensor:

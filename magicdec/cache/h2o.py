@@ -17,7 +17,7 @@ from magicdec.attention.base import Attention
 from magicdec.cache.compact import ScoredCache
 from magicdec.config.choices import FP32, CacheConfig, CacheSpec, all_kv_heads
 from magicdec.config.registry import POLICIES
-from magicdec.models.kv_cache import KVCache
+from magicdec.models.kv_cache import KVCache, Reads
 from magicdec.rules import STRICT
 
 
@@ -75,6 +75,11 @@ class H2OCache(ScoredCache):
         super().keep(layer, source, from_BKS, scores_LBKS)
         assert scores_LBKS is not None
         self.scores_LBKC[layer][..., : self.budget] = scores_LBKS[layer].gather(2, from_BKS)
+
+    @override
+    def reads(self, layer: int) -> Reads | None:
+        """Return None: `attend` keeps the scores of each step."""
+        return None
 
     @override
     def attend(self, layer: int, q_BTHD: Tensor, attention: Attention, plan: Any) -> Tensor:

@@ -80,3 +80,8 @@ class ReplayedCache(ObservedCache):
     def place(self, layer: int, slots_BT: Tensor) -> Place | None:
         """Write nothing: the entries are in place."""
         return None
+
+    @override
+    def reads(self, layer: int) -> Reads | None:
+        """Return None: a pass in one call would write."""
+        return None

@@ -19,7 +19,7 @@ from magicdec.cache.full import FullCache
 from magicdec.cache.snapkv import SnapKV, SnapKVCache
 from magicdec.config.choices import CacheSpec
 from magicdec.config.registry import POLICIES
-from magicdec.models.kv_cache import KVCache, Place
+from magicdec.models.kv_cache import KVCache, Place, Reads
 from magicdec.rules import STRICT, Count
 
 
@@ -134,6 +134,11 @@ class PyramidKVCache(DraftCache):
         """Return the level's own slots."""
         level = self.levels[layer]
         return level.place(0, level.slots_BT(slots_BT.shape[1]))
+
+    @override
+    def reads(self, layer: int) -> Reads | None:
+        """Return None: the entries of each level are its own."""
+        return None
 
     @override
     def attend(self, layer: int, q_BTHD: Tensor, attention: Attention, plan: Any) -> Tensor:

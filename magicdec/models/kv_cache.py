@@ -172,10 +172,12 @@ class KVCache:
         return None
 
     def reads(self, layer: int) -> Reads | None:
-        """Return what `attend` reads of a layer, known before the pass; None if it depends on the
-        queries.
+        """Return what `attend` reads of a layer, known before the pass: here all of it.
+
+        A cache with an `attend` of its own says so here, too: None if that depends on the queries,
+        or does more than read.
         """
-        return Reads() if type(self).attend is KVCache.attend else None
+        return Reads()
 
     def attend(self, layer: int, q_BTHD: Tensor, attention: Attention, plan: Any) -> Tensor:
         """Return attention of the T appended tokens over one layer; a policy that selects or

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from magicdec.attention.base import Attention
-from magicdec.attention.codes import Coded
 from magicdec.attention.cpp import CodesCall, CppAttention, codes_call, reads
 from magicdec.kernels import library
-from magicdec.models.kv_cache import KVCache, Reads, active_rows, among
+from magicdec.models.kv_cache import KVCache, active_rows, among
 from magicdec.models.operators import CppOperators, Rotation, at, epsilon, is_plain
 from magicdec.models.taps import Taps
 
@@ -59,20 +58,30 @@ class Pass(ctypes.Structure):
     ]
 
 
-class Table:
-    """Pointers to the weights of a model's layers, `found` there."""
+class Kernel:
+    """The function that takes a model's layers in one call, and the pointers to their weights."""
 
-    def __init__(self, layers: nn.ModuleList, found: list[Any]):
-        self.found = found
-        matrices = [getattr(layer, name) for layer in layers for name in MATRICES]
-        kinds = {matrix.weight.dtype if is_plain(matrix) else None for matrix in matrices}
-        self.dtype = kinds.pop() if len(kinds) == 1 else None  # None: there is no kernel for them
+    def __init__(self, layers: nn.ModuleList, addresses: list[Any], dtype: torch.dtype):
+        """Decide for a model whose activations have this type; `addresses` are its weights' own."""
+        self.addresses, self.dtype = addresses, dtype
         self.weights = (Weights * len(layers))(
             *(Weights(*map(at, _parameters(layer))) for layer in layers)
         )
+        matrices = [getattr(layer, name) for layer in layers for name in MATRICES]
+        types = {matrix.weight.dtype if is_plain(matrix) else None for matrix in matrices}
+        # None: there is none for these types.
+        self.call = _calls().get((dtype, types.pop())) if len(types) == 1 else None
 
 
-_tables: WeakKeyDictionary[nn.Module, Table] = WeakKeyDictionary()
+_kernels: WeakKeyDictionary[nn.Module, Kernel] = WeakKeyDictionary()
+
+
+def _kernel_for(layers: nn.ModuleList, dtype: torch.dtype) -> Kernel:
+    """Return the kernel of a model, which is chosen once: again only if a weight was replaced."""
+    kernel, addresses = _kernels.get(layers), _addresses(layers)
+    if kernel is None or kernel.addresses != addresses or kernel.dtype != dtype:
+        _kernels[layers] = kernel = Kernel(layers, addresses, dtype)
+    return kernel
 
 
 def run(
@@ -92,78 +101,101 @@ def run(
     front of each of their layers. Rows that rest are left out: their output is 0, and they store
     nothing.
     """
-    (B, T, E), k, v = x_BTE.shape, cache.k_LBKSD, cache.v_LBKSD
-    few = CppOperators.max_rows >= B * T and CppAttention.max_new_tokens >= T
-    reading = [one for layer in range(len(layers)) if (one := cache.reads(layer)) is not None]
-    known = type(cache).place is KVCache.place and len(reading) == len(layers)
-    if not isinstance(attention, CppAttention) or not few or not known or k.dtype != x_BTE.dtype:
+    B, T, E = x_BTE.shape
+    if not isinstance(attention, CppAttention) or attention.max_new_tokens < T:
         return None
-    coded = [cache.coded(layer) for layer in range(len(layers))]
-    if not all(one is None or reads(one) for one in coded):
+    if CppOperators.max_rows < B * T or cache.k_LBKSD.dtype != x_BTE.dtype:
         return None
-    table, found = _tables.get(layers), _found(layers)
-    if table is None or table.found != found:
-        _tables[layers] = table = Table(layers, found)
-    call = _calls().get((x_BTE.dtype, table.dtype))
-    if call is None:
+    kernel = _kernel_for(layers, x_BTE.dtype)
+    entries = None if kernel.call is None else _entries(cache, plans)
+    if kernel.call is None or entries is None:
         return None
-    c, L, (S, D) = cache.config, len(layers), k.shape[3:]
-    entries = _entries(cache, plans, coded, reading)
     rows = active_rows(cache.resting_B)  # only these are computed; M of them instead of B
-    x_MTE, cos, sin, slots_MT = (
-        x if rows is None else x[rows] for x in (x_BTE, *angles, cache.slots_BT(T))
-    )
+    # By names, because the kernel has their addresses only.
+    x_MTE, slots_MT = _of(rows, x_BTE), _of(rows, cache.slots_BT(T))
+    cos, sin = _of(rows, angles[0]), _of(rows, angles[1])
+    rotation = _rotation(cache, cos, sin, slots_MT, epsilon(norm, x_BTE))
     out_MTE = torch.empty_like(x_MTE)
-    pointers = (None, at(cos), at(sin), None, None, None, None, at(slots_MT))
-    sizes = (
-        len(x_MTE),
-        T,
-        c.num_heads,
-        c.num_kv_heads,
-        D,
-        *k.stride()[1:4],
-        *v.stride()[1:4],
-        torch.get_num_threads(),
-    )
-    rotation = Rotation(*pointers, *sizes, epsilon(norm, x_BTE))
-    for start, end in pairwise(sorted({0, *(taps.layers if taps else ()), L})):
+    tapped = taps.layers if taps else ()
+    for start, end in pairwise(sorted({0, *tapped, len(layers)})):
         total_MTE = None
         if taps:  # a call overwrites x
             taps.take(start, among(rows, x_MTE, B))
             x_MTE, total_MTE = x_MTE.clone(), torch.empty_like(x_MTE)
-        tensors = map(at, (x_MTE, out_MTE, total_MTE, norm.weight, plans[0].seqlens_B, rows))
-        layers_from = (ctypes.pointer(table.weights[start]), ctypes.pointer(entries[start]))
-        call(
-            ctypes.byref(
-                Pass(*layers_from, *tensors, rotation, end - start, E, c.intermediate_size, S)
-            )
+        tensors = (x_MTE, out_MTE, total_MTE, norm.weight, plans[0].seqlens_B, rows)
+        described = Pass(
+            ctypes.pointer(kernel.weights[start]),
+            ctypes.pointer(entries[start]),
+            *map(at, tensors),
+            rotation,
+            end - start,
+            E,
+            cache.config.intermediate_size,
+            cache.capacity,
         )
+        kernel.call(ctypes.byref(described))
         x_MTE = x_MTE if total_MTE is None else total_MTE
     if taps:
-        taps.take(L, among(rows, x_MTE, B))
+        taps.take(len(layers), among(rows, x_MTE, B))
     return among(rows, out_MTE, B)
 
 
-def _entries(
-    cache: KVCache, plans: list[Any], coded: list[Coded | None], reading: list[Reads]
-) -> Any:
-    """Return an array of each layer's `Entries`, which keeps the descriptions of codes alive."""
-    k_at, v_at = (
-        range(
-            x.data_ptr(), x.data_ptr() + len(x) * x.stride(0) * x.itemsize, x.stride(0) * x.itemsize
-        )
-        for x in (cache.k_LBKSD, cache.v_LBKSD)
+def _of(rows: Tensor | None, x_B: Tensor) -> Tensor:
+    """Return these rows of a tensor; all where that is None."""
+    return x_B if rows is None else x_B[rows]
+
+
+def _rotation(cache: KVCache, cos: Tensor, sin: Tensor, slots: Tensor, epsilon: float) -> Rotation:
+    """Return how keys are rotated and where they go; each layer has its own queries, weights and
+    entries.
+    """
+    config, (num_rows, num_new) = cache.config, slots.shape
+    return Rotation(
+        None,
+        at(cos),
+        at(sin),
+        *(None, None, None, None),
+        at(slots),
+        num_rows,
+        num_new,
+        config.num_heads,
+        config.num_kv_heads,
+        config.head_dim,
+        *cache.k_LBKSD.stride()[1:4],
+        *cache.v_LBKSD.stride()[1:4],
+        torch.get_num_threads(),
+        epsilon,
     )
+
+
+def _entries(cache: KVCache, plans: list[Any]) -> Any:
+    """Return an array of each layer's `Entries`, which keeps the descriptions of codes alive.
+
+    None where attention depends on queries, or reads codes that the kernel does not.
+    """
     entries = (Entries * len(plans))()
-    for layer, (k, v, plan, one, (indices, scores)) in enumerate(
-        zip(k_at, v_at, plans, coded, reading, strict=True)
-    ):
-        codes = None if one is None else ctypes.pointer(codes_call(one))
-        num_indices = 0 if indices is None else indices.shape[-1]
+    k_at, v_at = _layers_at(cache.k_LBKSD), _layers_at(cache.v_LBKSD)
+    for layer, plan in enumerate(plans):
+        reading, coded = cache.reads(layer), cache.coded(layer)
+        if reading is None or (coded is not None and not reads(coded)):
+            return None
         entries[layer] = Entries(
-            k, v, at(plan.positions_BKS), codes, plan.reach, at(indices), at(scores), num_indices
+            k_at[layer],
+            v_at[layer],
+            at(plan.positions_BKS),
+            None if coded is None else ctypes.pointer(codes_call(coded)),
+            plan.reach,
+            at(reading.indices_BKN),
+            at(reading.scores_BKS),
+            0 if reading.indices_BKN is None else reading.indices_BKN.shape[-1],
         )
     return entries
+
+
+def _layers_at(x_LBKSD: Tensor) -> range:
+    """Return the address of every layer."""
+    first, step = x_LBKSD.data_ptr(), x_LBKSD.stride(0) * x_LBKSD.itemsize
+    return range(first, first + len(x_LBKSD) * step, step)
 
 
 @once
@@ -179,7 +211,7 @@ def _parameters(layer: nn.Module) -> list[Tensor | None]:
     return [getattr(getattr(layer, module, None), name, None) for module, name in names]
 
 
-def _found(layers: nn.ModuleList) -> list[Any]:
+def _addresses(layers: nn.ModuleList) -> list[Any]:
     """Return the address and type of each weight. Look them up in every pass: a weight may have
     been replaced.
 
