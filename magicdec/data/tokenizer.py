@@ -1,5 +1,6 @@
 """Load tokenizers of checkpoints through transformers, without running code of the checkpoint."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,39 @@ def load_tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+        config = _config(folder)
+        return AutoTokenizer.from_pretrained(str(folder), config=config, trust_remote_code=False)
     except Exception as error:  # a broken file may raise any exception
         reason = str(error).strip().split("\n")[0]
         raise UserError(f"{folder}: cannot load its tokenizer ({reason})") from None
+
+
+def _config(folder: Path) -> Any:
+    """Return what transformers needs of a model's configuration to load a tokenizer that names its
+    own class; None where it has to read all of it.
+
+    The class of a family's configuration imports what loads and divides models of any family, which
+    takes a second.
+    """
+    from transformers import PretrainedConfig
+
+    own, model = _json(folder / "tokenizer_config.json"), _json(folder / "config.json")
+    if not own.get("tokenizer_class") or "auto_map" in own or "model_type" not in model:
+        return None
+    config: Any = PretrainedConfig()
+    config.name_or_path, config.model_type = str(folder), model["model_type"]
+    if "model_name" in model:
+        config.model_name = model["model_name"]
+    return config
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """Return the keys of a JSON file; {} for one that transformers would refuse, in its words."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def prefix_of(tokenizer: Any) -> tuple[int, ...]:

@@ -1,11 +1,16 @@
 """Prompts as tokens: with the tokenizer's prefix once, against transformers' own chat templates."""
 
 import json
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import AutoTokenizer
 
+from magicdec import data
 from magicdec.data.base import PromptRequest
 from magicdec.data.prompts import encode
 from magicdec.data.tokenizer import encode_prompt, load_tokenizer, prefix_of
@@ -15,6 +20,7 @@ from magicdec.serving.request import Params
 
 TEMPLATE = "{{ bos_token }}{% for one in messages %}{{ one.role }}: {{ one.content }}{% endfor %}"
 FORMS = {"none": "$A", "one": "<s> $A", "two": "[g] <s> $A", "both ends": "<s> $A </s>"}
+TARGET = Path(data.__file__).parents[1] / "models" / "tiny" / "target"
 MESSAGES = [{"role": "user", "content": "hi"}]
 
 
@@ -74,3 +80,33 @@ def test_a_server_that_takes_text_adds_its_own_prefix(tokenizer):
     text_dialect = next(dialect for dialect in DIALECTS if not dialect.ids)
     assert text_dialect.body(EndpointRequest(prompt, Params()), tokenizer)["prompt"] == "user: hi"
     assert text_dialect.body(EndpointRequest(prompt[-3:], Params()), tokenizer)["prompt"] == " hi"
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "mistral", "unheard_of"])
+@pytest.mark.parametrize(
+    "named",
+    ["PreTrainedTokenizerFast", "LlamaTokenizerFast", "Qwen2Tokenizer", "GPT2TokenizerFast", None],
+)
+def test_the_tokenizer_is_the_one_that_transformers_chooses(tmp_path, named, model_type):
+    """Although it is not given all of the model's configuration."""
+    shutil.copytree(TARGET, tmp_path, dirs_exist_ok=True)
+    own = {"tokenizer_class": named, "add_bos_token": True, "bos_token": "<|endoftext|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(own if named else {}))
+    model = json.loads((TARGET / "config.json").read_text()) | {"model_type": model_type}
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    right = AutoTokenizer.from_pretrained(str(tmp_path))
+    ours = load_tokenizer(tmp_path)
+    assert type(ours) is type(right)
+    assert ours.backend_tokenizer.to_str() == right.backend_tokenizer.to_str()
+    text = "def f(x):\n    return 'é' * 3  <|endoftext|>"
+    assert ours.encode(text) == right.encode(text)
+    assert ours.decode(right.encode(text)) == right.decode(right.encode(text))
+
+
+def test_loading_a_tokenizer_does_not_import_what_loads_models():
+    program = (
+        "import sys; from pathlib import Path; from magicdec.data.tokenizer import load_tokenizer;"
+        f"load_tokenizer(Path({str(TARGET)!r}));"
+        "sys.exit('torch.distributed.tensor' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
