@@ -101,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if num_failed else 0
 
 
-def examine(begin: Callable[[str], None] = lambda check: None) -> Iterator[Finding]:
+def examine(begin: Callable[[str], None] | None = None) -> Iterator[Finding]:
     """Yield the findings of all checks. An exception within a check is its failure. `begin` is told
     what comes next.
     """
@@ -118,7 +118,9 @@ def examine(begin: Callable[[str], None] = lambda check: None) -> Iterator[Findi
         "W&B": wandb_server,
     }
     for name, check in checks.items():
-        begin(f"{name}, whose kernels compile at their first use" if name == "attention" else name)
+        if begin is not None:
+            compiles = ", whose kernels compile at their first use" if name == "attention" else ""
+            begin(f"{name}{compiles}")
         try:
             yield from check(device)
         except Exception as error:

@@ -18,6 +18,7 @@ from magicdec.models.transformer import Transformer
 
 # Scored at a time: the most that the C++ kernel takes; more take several times as long on a CPU.
 MAX_CHUNK = 32
+Advance = Callable[[int], None]  # is called with the number of tokens that are done
 
 
 def prefill(
@@ -27,7 +28,7 @@ def prefill(
     lengths_B: Tensor,
     longest: int,
     chunk: int,
-    progress: Callable[[int], None],
+    progress: Advance | None = None,
     taps: Taps | None = None,
     hear: Callable[[int], None] | None = None,
 ) -> Tensor:
@@ -55,7 +56,8 @@ def prefill(
         ends_here_B1 = ((count_B > 0) & (lengths_B <= start + num_new))[:, None]
         at_last_BE = hidden_BTE[rows_B, (count_B.long() - 1).clamp(min=0)]
         last_BE = at_last_BE if last_BE is None else torch.where(ends_here_B1, at_last_BE, last_BE)
-        progress(num_new)
+        if progress is not None:
+            progress(num_new)
     if not isinstance(cache, DraftCache):
         cache.rollback(lengths_B)
     assert last_BE is not None
@@ -68,7 +70,7 @@ def score(
     feed: Callable[[Tensor, KVCache], object],
     longest: int,
     last: int,
-    progress: Callable[[int], None],
+    progress: Advance | None = None,
 ) -> Tensor:
     """Return the attention (L, B, K, S) that every entry receives from the last `last` tokens of
     each row.
@@ -91,5 +93,6 @@ def score(
         view.counted_BT = index_BT < lengths_B1
         view.rollback(index_BT[:, 0])
         feed(index_BT, view)
-        progress(index_BT.shape[1])
+        if progress is not None:
+            progress(index_BT.shape[1])
     return view.scores_LBKS

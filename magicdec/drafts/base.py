@@ -18,7 +18,7 @@ from typing_extensions import override
 from magicdec.cache.draft_cache import DraftCache
 from magicdec.config.choices import CacheConfig, CacheSpec, DraftConfig, Selects
 from magicdec.config.registry import POLICIES
-from magicdec.decoding.prefill import score
+from magicdec.decoding.prefill import Advance, score
 from magicdec.decoding.state import DRAFT, State
 from magicdec.models.kv_cache import KVCache
 from magicdec.models.taps import Taps
@@ -96,14 +96,14 @@ class Draft(ABC):
         raise NotImplementedError
 
     @abstractmethod
-    def prefill(self, state: State, progress: Callable[[int], None]) -> None:
+    def prefill(self, state: State, progress: Advance | None = None) -> None:
         """Prepare to continue the prompts. Call `progress` with the number of tokens of each
         chunk.
         """
 
     def simulate_prefill(self, state: State) -> None:
         """Set the state as after `prefill`, with meaningless entries, for timing only."""
-        self.prefill(state, lambda _: None)
+        self.prefill(state)
 
     def prepare(self, state: State, gamma: int) -> None:  # noqa: B027 - drafts that work on the device need none
         """Do what the host does before a round that proposes `gamma` tokens. It is not captured in
@@ -200,9 +200,7 @@ class ModelDraft(Draft):
         """Return a token, and the distribution it was drawn from, in the target's vocabulary."""
         return token_B1, q_B1V
 
-    def _scores(
-        self, source: KVCache, state: State, progress: Callable[[int], None]
-    ) -> Tensor | None:
+    def _scores(self, source: KVCache, state: State, progress: Advance | None) -> Tensor | None:
         """Return the scores by which a policy that observes selects from the entries of a prefilled
         context.
         """
@@ -238,7 +236,7 @@ class ModelDraft(Draft):
     def watch(self, verified: KVCache, phase: int) -> KVCache:
         return self.cache.watch(verified, phase)
 
-    def select(self, state: State, progress: Callable[[int], None] = lambda _: None) -> None:
+    def select(self, state: State, progress: Advance | None = None) -> None:
         """Select from `entries` at the end of the prefill: a scoring pass, if the policy scores,
         and a gather.
         """

@@ -12,7 +12,6 @@ B rows, T = gamma + 1 tokens of a verification, E hidden size, V vocabulary, W t
 attention scores the rest.
 """
 
-from collections.abc import Callable
 from typing import ClassVar
 
 import torch
@@ -23,6 +22,7 @@ from typing_extensions import override
 from magicdec.architectures import ModelConfig
 from magicdec.config.choices import DraftConfig
 from magicdec.config.registry import DRAFTS
+from magicdec.decoding.prefill import Advance
 from magicdec.decoding.state import State
 from magicdec.decoding.timers import Stopwatch
 from magicdec.drafts.base import Draft, DraftSpec, ModelDraft, Proposal
@@ -105,7 +105,7 @@ class Eagle3Draft(ModelDraft):
         self.heard_seconds = watch.seconds + (self.heard_seconds if start else 0.0)
 
     @override
-    def prefill(self, state: State, progress: Callable[[int], None]) -> None:
+    def prefill(self, state: State, progress: Advance | None = None) -> None:
         """Select from the entries that were stored as the prompts were read."""
         self.entries.rollback(state.prompt_len_B - 1)
         self.last_BE.copy_(self.heard_BWE[:, -2])
@@ -124,7 +124,7 @@ class Eagle3Draft(ModelDraft):
     def simulate_prefill(self, state: State) -> None:
         self.entries.k_LBKSD.normal_()
         self.entries.v_LBKSD.normal_()
-        self.prefill(state, lambda _: None)
+        self.prefill(state)
 
     @override
     def feed(self, tokens_BT: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ B rows, G = gamma, I = inner_gamma, T = I + 1 tokens of an inner verification, V
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Annotated, Self
 
@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from magicdec.config.choices import CacheConfig, DraftConfig
 from magicdec.config.registry import DRAFTS, Cache
+from magicdec.decoding.prefill import Advance
 from magicdec.decoding.state import DRAFT, State
 from magicdec.drafts.base import Draft, DraftSpec, Proposal
 from magicdec.drafts.model import IndependentDraft
@@ -134,7 +135,7 @@ class HierarchicalDraft(SelfDraft):
         return cls(InnerDraft.inside(spec), spec)
 
     @override
-    def prefill(self, state: State, progress: Callable[[int], None]) -> None:
+    def prefill(self, state: State, progress: Advance | None = None) -> None:
         """Prefill both levels."""
         super().prefill(state, progress)
         self.inner.prefill(state, progress)
@@ -142,7 +143,7 @@ class HierarchicalDraft(SelfDraft):
     @override
     def simulate_prefill(self, state: State) -> None:
         """Simulate the prefill of both levels."""
-        SelfDraft.prefill(self, state, lambda _: None)
+        SelfDraft.prefill(self, state)
         self.inner.simulate_prefill(state)
 
     @override

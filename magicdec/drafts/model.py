@@ -3,7 +3,6 @@
 B rows, S tokens of the sequence.
 """
 
-from collections.abc import Callable
 from typing import Self
 
 from pydantic.dataclasses import dataclass
@@ -13,7 +12,7 @@ from typing_extensions import override
 from magicdec.cache.draft_cache import DraftCache
 from magicdec.config.choices import DraftConfig
 from magicdec.config.registry import DRAFTS
-from magicdec.decoding.prefill import prefill
+from magicdec.decoding.prefill import Advance, prefill
 from magicdec.decoding.state import State
 from magicdec.drafts.base import DraftSpec, ModelDraft, Proposal
 from magicdec.models.transformer import Transformer
@@ -55,7 +54,7 @@ class IndependentDraft(ModelDraft):
         return cls(spec.model, cache, chunk, spec, lag)
 
     @override
-    def prefill(self, state: State, progress: Callable[[int], None]) -> None:
+    def prefill(self, state: State, progress: Advance | None = None) -> None:
         """Prefill through the policy's view, so that the context may exceed what the model was
         trained for.
         """

@@ -4,8 +4,6 @@ model, no cache).
 B rows, S tokens of the sequence, G = gamma.
 """
 
-from collections.abc import Callable
-
 import torch
 from pydantic.dataclasses import dataclass
 from torch import Tensor
@@ -13,6 +11,7 @@ from typing_extensions import override
 
 from magicdec.config.choices import DraftConfig
 from magicdec.config.registry import DRAFTS
+from magicdec.decoding.prefill import Advance
 from magicdec.decoding.state import State
 from magicdec.drafts.base import Draft, DraftSpec, Proposal
 from magicdec.rules import STRICT, Count
@@ -47,7 +46,7 @@ class NgramDraft(Draft):
         return cls(spec.gamma, spec.draft.max_ngram)
 
     @override
-    def prefill(self, state: State, progress: Callable[[int], None]) -> None:
+    def prefill(self, state: State, progress: Advance | None = None) -> None:
         """Do nothing: the sequence itself is all that lookups need."""
 
     @override

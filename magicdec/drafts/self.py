@@ -2,8 +2,6 @@
 arXiv 2408.11049).
 """
 
-from collections.abc import Callable
-
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 from typing_extensions import override
@@ -11,6 +9,7 @@ from typing_extensions import override
 from magicdec.cache.draft_cache import DraftCache
 from magicdec.config.choices import DraftConfig
 from magicdec.config.registry import DRAFTS
+from magicdec.decoding.prefill import Advance
 from magicdec.decoding.state import State
 from magicdec.drafts.base import DraftSpec, ModelDraft
 from magicdec.models.kv_cache import KVCache
@@ -48,7 +47,7 @@ class SelfDraft(ModelDraft):
         return cls(model, spec.new_cache(model, spec.target_cache), spec.target_cache, spec)
 
     @override
-    def prefill(self, state: State, progress: Callable[[int], None]) -> None:
+    def prefill(self, state: State, progress: Advance | None = None) -> None:
         """Select from what the target has computed."""
         self.select(state, progress)
 

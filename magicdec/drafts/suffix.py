@@ -7,7 +7,6 @@ even for long prompts, and needs neither a build nor memory beyond the tokens.
 B rows, S tokens of a text, G = gamma.
 """
 
-from collections.abc import Callable
 from typing import Annotated
 
 import numpy as np
@@ -19,6 +18,7 @@ from typing_extensions import override
 
 from magicdec.config.choices import DraftConfig
 from magicdec.config.registry import DRAFTS
+from magicdec.decoding.prefill import Advance
 from magicdec.decoding.state import State
 from magicdec.drafts.base import Draft, DraftSpec, Proposal
 from magicdec.rules import STRICT, Count
@@ -98,7 +98,7 @@ class SuffixDraft(Draft):
         return cls(rows, capacity, spec.gamma, spec.draft, device)
 
     @override
-    def prefill(self, state: State, progress: Callable[[int], None]) -> None:
+    def prefill(self, state: State, progress: Advance | None = None) -> None:
         """Forget all texts. The next round reads them."""
         self._lengths = [0] * len(self._lengths)
 

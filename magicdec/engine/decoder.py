@@ -10,22 +10,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from magicdec.decoding.prefill import prefill
+from magicdec.decoding.prefill import Advance, prefill
 from magicdec.decoding.state import TARGET, State
 from magicdec.decoding.timers import Clock, Stopwatch
 from magicdec.drafts.base import Draft, Proposal
-from magicdec.engine.graphs import Captures, Cycle, Step, nothing
+from magicdec.engine.graphs import Captures, Cycle, Step
 from magicdec.models.kv_cache import KVCache, active_rows, among, resting
 from magicdec.models.taps import Taps
 from magicdec.models.transformer import Transformer, compile_parts
 from magicdec.verification.accept import Verdict, accept_greedy, accept_sampled, accept_synthetic
 from magicdec.verification.sampling import RowSampling, Sampling, Use, choose
-
-Progress = Callable[[int], None]
-
-
-def silent(_: int) -> None:
-    """Ignore progress."""
 
 
 @dataclass
@@ -86,7 +80,7 @@ class Decoder:
         self._cycles: dict[tuple[Draft | None, int | None], Cycle] = {}
 
     @torch.inference_mode()
-    def prefill(self, chunk: int, progress: Progress = silent) -> float:
+    def prefill(self, chunk: int, progress: Advance | None = None) -> float:
         """Fill the target's cache and decide each row's first token. Return the seconds that it
         took, without those of a draft that listens.
         """
@@ -153,7 +147,7 @@ class Decoder:
         if draft is not None and self.is_simulated:
             draft.simulate_prefill(self.state)
         elif draft is not None:
-            draft.prefill(self.state, silent)
+            draft.prefill(self.state)
 
     def require(self, draft: Draft) -> None:
         """Raise RuntimeError unless this draft was prefilled since the last restart.
@@ -225,7 +219,7 @@ class Decoder:
 
     @torch.inference_mode()
     def generate(
-        self, draft: Draft | None = None, progress: Progress = silent, gamma: int | None = None
+        self, draft: Draft | None = None, progress: Advance | None = None, gamma: int | None = None
     ) -> Generation:
         """Continue the prefilled prompts to their ends, with rounds as in `cycle_for`; call
         `progress` after each.
@@ -240,7 +234,8 @@ class Decoder:
             cycle()
             clock.mark()
             stop.post()
-            progress(1)
+            if progress is not None:
+                progress(1)
         seconds = clock.seconds()
         self.state.check_finite(
             "in speculative decoding" if draft else "in autoregressive decoding"
@@ -270,7 +265,7 @@ class Decoder:
         """Return the captured (or plain) rounds of a draft that proposes `gamma` tokens."""
         if (draft, gamma) not in self._cycles:
             bodies: list[Callable[[], None]] = [self.decode_token]
-            before: Callable[[], None] = nothing
+            before: Callable[[], None] | None = None
             if draft is not None:
                 if draft is not self.prefilled:
                     self.restart(draft)  # capturing and timing run rounds

@@ -14,13 +14,14 @@ from magicdec.decoding.timers import seconds_of_all_rows
 WARMUP_CALLS = 3  # before a capture, so that libraries allocate their workspaces outside of it
 
 
-def rehearse(function: Callable[[], object], undo: Callable[[], None]) -> None:
+def rehearse(function: Callable[[], object], undo: Callable[[], None] | None) -> None:
     """Make the calls before a capture, and undo what they append and count, which would overflow
     the buffers.
     """
     for _ in range(WARMUP_CALLS):
         function()
-        undo()
+        if undo is not None:
+            undo()
 
 
 class Captures:
@@ -35,7 +36,7 @@ class Captures:
         self.stream = _stream(device)
 
     def capture(
-        self, function: Callable[[], object], undo: Callable[[], None]
+        self, function: Callable[[], object], undo: Callable[[], None] | None
     ) -> Callable[[], object]:
         """Rehearse and capture `function`. Return a function that replays it."""
         current = torch.cuda.current_stream(self.device)
@@ -70,10 +71,6 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def nothing() -> None:
-    """Do nothing."""
-
-
 class Step:
     """A call of `function` (no arguments, everything in place, its result dropped), or a replay of
     its capture.
@@ -86,17 +83,16 @@ class Step:
         self,
         function: Callable[[], object],
         captures: Captures | None = None,
-        undo: Callable[[], None] = nothing,
-        before: Callable[[], None] = nothing,
+        undo: Callable[[], None] | None = None,
+        before: Callable[[], None] | None = None,
     ):
-        self._call, self._before = (
-            captures.capture(function, undo) if captures else function,
-            before,
-        )
+        self._call = captures.capture(function, undo) if captures else function
+        self._before = before
 
     def __call__(self) -> None:
         """Run the step once."""
-        self._before()
+        if self._before is not None:
+            self._before()
         self._call()
 
 

@@ -15,7 +15,7 @@ import torch
 
 from magicdec.decoding.timers import seconds_of_all_rows
 from magicdec.engine.decoder import Decoder
-from magicdec.engine.graphs import Step, nothing
+from magicdec.engine.graphs import Step
 from magicdec.engine.native import Batch
 from magicdec.measure.ceilings import seconds_of
 
@@ -37,7 +37,7 @@ def profile_round(batch: Batch, repeats: int, gamma: int = 0) -> dict[str, float
     """
     batch.restart()
     decoder, draft = batch.decoder, batch.draft
-    parts: dict[str, tuple[Callable[[], object], Callable[[], None]]] = {
+    parts: dict[str, tuple[Callable[[], object], Callable[[], None] | None]] = {
         "target_decode_ms": (decoder.decode_token, decoder.restart)
     }
     if draft is not None:
@@ -65,9 +65,9 @@ def profile_round(batch: Batch, repeats: int, gamma: int = 0) -> dict[str, float
             )
         selection = draft.selection(decoder.state)
         if selection is not None and selection.at != "prefill":
-            parts["select_ms"] = (selection.run, lambda: None)
+            parts["select_ms"] = (selection.run, None)
     times = _alternate(
-        decoder, parts, repeats, partial(draft.prepare, decoder.state, gamma) if draft else nothing
+        decoder, parts, repeats, partial(draft.prepare, decoder.state, gamma) if draft else None
     )
     if draft is None:
         decoder.state.check_finite("in the profile")
@@ -91,17 +91,18 @@ def profile_round(batch: Batch, repeats: int, gamma: int = 0) -> dict[str, float
 
 
 def _alternate(
-    decoder: Decoder, parts: dict, repeats: int, prepare: Callable[[], None]
+    decoder: Decoder, parts: dict, repeats: int, prepare: Callable[[], None] | None
 ) -> dict[str, float]:
     steps = {
-        name: Step(run, decoder.captures, undo, prepare if name == "propose_ms" else nothing)
+        name: Step(run, decoder.captures, undo, prepare if name == "propose_ms" else None)
         for name, (run, undo) in parts.items()
     }
     samples: dict[str, list[float]] = {name: [] for name in parts}
     for _ in range(WARMUP + repeats):
         for name, (_, undo) in parts.items():
             samples[name].append(1e3 * seconds_of_all_rows(steps[name], decoder.state))
-            undo()
+            if undo is not None:
+                undo()
     return {name: median(values[WARMUP:]) for name, values in samples.items()}
 
 

@@ -27,7 +27,7 @@ from magicdec.tracking import sweep, table
 from magicdec.tracking.console import Console
 from magicdec.tracking.identity import run_id
 from magicdec.tracking.lock import Busy, locked
-from magicdec.tracking.progress import Follow, Progress, nobody, progress
+from magicdec.tracking.progress import Follow, Progress, progress
 from magicdec.tracking.reader import BASELINE, attempts, iter_runs, noise, read_result, slowness
 from magicdec.tracking.store import Run, explained, software
 from magicdec.tracking.sweep import Job
@@ -215,7 +215,7 @@ def _work(rank: int, plan: "Plan", this: Run, follow: Follow | None = None) -> O
     """
     console = Console(stderr=True) if rank == 0 else Console(quiet=True, force_terminal=False)
     logged = this.log_to_file() if plan.num_ranks > 1 and rank == 0 else nullcontext()
-    with logged, progress(console, follow or nobody) as bars:
+    with logged, progress(console, follow) as bars:
         estimated = _checked_memory(plan)
         outcome = _scenario(plan.config).run(plan, this if rank == 0 else this.read_only(), bars)
         outcome.metrics |= estimated

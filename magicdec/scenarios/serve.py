@@ -157,7 +157,7 @@ def _measure(
 
     async def measured() -> tuple[list[Request], float]:
         async with AsyncEngine(Scheduler(slots, way == "speculative")) as engine:
-            await under_load(engine, [warm_up_of(jobs)], Load("concurrency", 1), 0, lambda _: None)
+            await under_load(engine, [warm_up_of(jobs)], Load("concurrency", 1), 0)
             with progress.task(f"{way}, {level}", total=len(jobs)) as task:
                 return await under_load(engine, jobs, level, plan.config.data.seed, task.advance)
 

@@ -68,7 +68,7 @@ async def under_load(
     jobs: Sequence[RequestSpec],
     level: Load,
     seed: int,
-    progress: Callable[[int], None],
+    progress: Callable[[int], None] | None = None,
 ) -> tuple[list[Request], float]:
     """Send all jobs; return their requests, in the order of the jobs, and the seconds until the
     last answer.
@@ -82,7 +82,8 @@ async def under_load(
                 pass
         except RuntimeError as error:
             raise stream.request.error or error from None
-        progress(1)
+        if progress is not None:
+            progress(1)
         return stream.request
 
     start = perf_counter()

@@ -52,7 +52,7 @@ class Request:
         self,
         prompt: Sequence[int],
         params: Params,
-        listener: Callable[[list[int]], None] = lambda _: None,
+        listener: Callable[[list[int]], None] | None = None,
     ):
         self.prompt, self.params, self.listener = list(prompt), params, listener
         self.arrived = perf_counter()
@@ -79,12 +79,14 @@ class Request:
         self.chunk_times.append(perf_counter())
         self.chunk_rounds.append(self._round)
         self._round = Rounds()
-        self.listener(tokens)
+        if self.listener is not None:
+            self.listener(tokens)
 
     def finish(self, end: str, error: BaseException | None = None) -> None:
         """End the request."""
         self.end, self.error = end, error
-        self.listener([])
+        if self.listener is not None:
+            self.listener([])
 
     @property
     def num_tokens(self) -> int:

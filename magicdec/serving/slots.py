@@ -18,7 +18,7 @@ from typing_extensions import override
 from magicdec.config.registry import DRAFTS
 from magicdec.decoding.state import NEVER, State
 from magicdec.engine.decoder import Decoder
-from magicdec.engine.graphs import Step, nothing
+from magicdec.engine.graphs import Step
 from magicdec.engine.native import NativeEngine
 from magicdec.errors import UserError
 from magicdec.models.kv_cache import copy_row
@@ -152,7 +152,7 @@ class Slots:
                 Step(
                     partial(self._round, gamma, greedy, phase),
                     captures,
-                    before=before.get(gamma, nothing),
+                    before=before.get(gamma),
                 )
                 for phase in range(1 if gamma is None else self._phases)
             ]

@@ -28,7 +28,7 @@ class Stage:
     """A stage of the work, as a context manager. `total` is None where its length is unknown."""
 
     def __init__(
-        self, name: str, total: float | None, at_end: Callable[["Stage"], None] = lambda _: None
+        self, name: str, total: float | None, at_end: Callable[["Stage"], None] | None = None
     ):
         self.name, self.total, self.done, self.running = name, total, 0.0, True
         self._start, self._seconds, self._at_end = perf_counter(), 0.0, at_end
@@ -49,7 +49,7 @@ class Stage:
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
         self._seconds, self.running = self.seconds, False
-        if error is None:
+        if error is None and self._at_end is not None:
             self._at_end(self)
 
 
@@ -68,14 +68,15 @@ class Progress(Protocol):
 class _Lines:
     """Progress where nothing can be redrawn: a line at the end of each stage."""
 
-    def __init__(self, console: Console, follow: Follow):
+    def __init__(self, console: Console, follow: Follow | None):
         self._console, self._follow = console, follow
 
     def task(self, name: str, total: float | None = None) -> Stage:
         return Stage(name, total, self._tell)
 
     def report(self, line: Line) -> None:
-        self._follow(line)
+        if self._follow is not None:
+            self._follow(line)
         _print_repeat(self._console, line)
 
     def _tell(self, task: Stage) -> None:
@@ -86,7 +87,7 @@ class _Lines:
 class _Bars(rich_progress.Progress):
     """A bar per running stage, gone when it ends."""
 
-    def __init__(self, console: Console, follow: Follow):
+    def __init__(self, console: Console, follow: Follow | None):
         self._running: dict[rich_progress.TaskID, Stage] = {}
         self._follow, self._point = follow, ""
         super().__init__(
@@ -107,7 +108,8 @@ class _Bars(rich_progress.Progress):
         return task
 
     def report(self, line: Line) -> None:
-        self._follow(line)
+        if self._follow is not None:
+            self._follow(line)
         self._point = _in_words(line)
         _print_repeat(self.console, line)
 
@@ -157,12 +159,8 @@ def _print_repeat(console: RichConsole, line: Line) -> None:
     )
 
 
-def nobody(_: Line) -> None:
-    """Follow nothing."""
-
-
 @contextmanager
-def progress(console: Console | None = None, follow: Follow = nobody) -> Iterator[Progress]:
+def progress(console: Console | None = None, follow: Follow | None = None) -> Iterator[Progress]:
     """Show the stages that begin within; `follow` gets what is reported."""
     console = console or Console(stderr=True)
     if console.is_interactive:

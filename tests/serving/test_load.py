@@ -91,7 +91,7 @@ def test_a_closed_loop_keeps_so_many_busy_and_no_more():
 
 def test_an_open_loop_does_not_wait_for_answers():
     engine = Waiting(0.2)
-    requests, _ = asyncio.run(under_load(engine, JOBS, Load("rate", 200.0), 3, lambda _: None))
+    requests, _ = asyncio.run(under_load(engine, JOBS, Load("rate", 200.0), 3))
     assert engine.most > 4
     assert [r.prompt for r in requests] == [job.prompt for job in JOBS]
     gaps = [
