@@ -22,7 +22,8 @@ from magicdec.measure.ceilings import matmul_rate, read_bandwidth
 from magicdec.measure.footprint import largest_batch
 from magicdec.measure.metrics import Metrics
 from magicdec.planning import build, fits
-from magicdec.planning.resolve import DTYPES, Plan, resolve
+from magicdec.planning.resolve import DTYPES, resolve
+from magicdec.planning.resolved import Plan
 from magicdec.planning.setup import setup_of
 from magicdec.scenarios import compare, peer
 from magicdec.tracking.progress import progress

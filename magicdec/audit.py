@@ -28,7 +28,8 @@ from magicdec.engine.audit import near_tie, teacher_force
 from magicdec.engine.native import NativeEngine
 from magicdec.errors import UserError, exit_code
 from magicdec.planning import build, fits
-from magicdec.planning.resolve import Plan, resolve
+from magicdec.planning.resolve import resolve
+from magicdec.planning.resolved import Plan
 from magicdec.rules import JSON
 from magicdec.tracking.cells import new_table
 from magicdec.tracking.console import Console

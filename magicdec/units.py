@@ -1,4 +1,7 @@
-"""Units, the two ways of decoding, and how the main figure is written."""
+"""Units, the two ways of decoding, what counts as a number, and how the main figure is written."""
+
+from math import isfinite
+from typing import Any, TypeGuard
 
 WAYS = ("autoregressive", "speculative")  # as metrics begin
 # Another way in which a server is profiled: with a draft that costs nothing, so that a round is its
@@ -6,6 +9,11 @@ WAYS = ("autoregressive", "speculative")  # as metrics begin
 FREE = "free"
 LOADS = ("concurrency", "rate", "replay")  # the kinds of a level of load
 GIB = 1 << 30  # bytes
+
+
+def is_number(value: Any) -> TypeGuard[int | float]:
+    """Return True for a finite number; true and false are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
 
 
 def both_speedups(row: float, batch: float | None, of_row: str = "", of_batch: str = "") -> str:

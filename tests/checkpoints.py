@@ -29,7 +29,8 @@ from magicdec.attention.base import Attention
 from magicdec.attention.sdpa import SdpaAttention
 from magicdec.models.adapter import load as adapter
 from magicdec.models.adapter.model import ModulesTransformer
-from magicdec.models.checkpoint import load, read_config
+from magicdec.models.checkpoint import load
+from magicdec.models.description import read_config
 from magicdec.models.transformer import Transformer
 from magicdec.modules import ModulesConfig
 

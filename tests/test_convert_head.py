@@ -8,7 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from magicdec.models.checkpoint import load, read_config
+from magicdec.models.checkpoint import load
+from magicdec.models.description import read_config
 from tools.convert_head import convert
 
 HEAD = Path(__file__).parent / "models/heads/llama-eagle"

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from magicdec.attention import backends
 from magicdec.config.registry import BACKENDS
-from magicdec.models import checkpoint
+from magicdec.models import checkpoint, description
 from magicdec.models.head import Head
 from magicdec.models.kv_cache import KVCache
 from magicdec.models.operators import PYTORCH
@@ -26,7 +26,7 @@ CHUNK = 512  # tokens of the target's passes
 
 def load_target(folder: Path) -> Transformer:
     """Return a target in float32, ready for this machine's CPU."""
-    config = checkpoint.read_config(folder)
+    config = description.read_config(folder)
     name, _ = backends.choose("auto", torch.device("cpu"), torch.float32, [config.head_dim])
     with torch.device("meta"):
         target = Transformer(config, BACKENDS[name].work())

@@ -20,7 +20,8 @@ from magicdec.peers.endpoint import PROBE_TOKENS, Endpoint
 from magicdec.peers.openai import is_loopback
 from magicdec.peers.steady import MIN_ROUNDS, steady
 from magicdec.planning import build
-from magicdec.planning.resolve import Plan, resolve
+from magicdec.planning.resolve import resolve
+from magicdec.planning.resolved import Plan
 from magicdec.scenarios.peer import load
 from magicdec.serving.request import Params
 from magicdec.tracking.progress import progress

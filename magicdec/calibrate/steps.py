@@ -15,7 +15,8 @@ from magicdec.costmodel.roofline import BF16
 from magicdec.costmodel.tables import Row
 from magicdec.measure.ceilings import matmul_rate, read_bandwidth
 from magicdec.planning import build
-from magicdec.planning.resolve import Plan, resolve
+from magicdec.planning.resolve import resolve
+from magicdec.planning.resolved import Plan
 from magicdec.scenarios.profile import time_points
 from magicdec.tracking.progress import progress
 

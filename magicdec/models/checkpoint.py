@@ -1,4 +1,4 @@
-"""Find and check Hugging Face checkpoints, and read them straight into the parameters of our
+"""Check the weights of Hugging Face checkpoints, and read them straight into the parameters of our
 transformer.
 
 Only json and safetensors are opened, never a pickle, which can run code when it is loaded. Every
@@ -7,10 +7,8 @@ query heads, K KV heads, D head dim.
 """
 
 import math
-import os
 import re
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeGuard
 
@@ -18,38 +16,18 @@ import torch
 from torch import Tensor
 
 from magicdec.architectures import ModelConfig
-from magicdec.errors import Unsupported, UserError
+from magicdec.errors import UserError
 from magicdec.fingerprint import of_files
-from magicdec.hugging_face import (
-    GenerationConfig,
-    eos_ids,
-    from_hugging_face,
-    refuse_quantized,
-    unread_keys,
-    unread_processors,
-)
 from magicdec.models.metadata import read_header, read_json
 from magicdec.models.parallel import ALONE, Share
 from magicdec.models.tensors import read_part
-from magicdec.models.unread import (
-    DISPENSABLE,
-    EMBEDDING,
-    HEAD,
-    IN_HEADS,
-    is_tied,
-    report_frequencies,
-    report_keys,
-)
-from magicdec.rules import must, parse, parse_values
+from magicdec.models.unread import DISPENSABLE, EMBEDDING, HEAD, IN_HEADS, report_frequencies
+from magicdec.rules import must, parse_values
 
 if TYPE_CHECKING:
     from magicdec.heads import HeadConfig
 
-CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
-NOT_READ, NOT_APPLIED = (
-    "keys that are not read",
-    "transformers' generate applies these keys, and no engine does here",
-)
+CONFIG = "config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.bin.index.json")
 OBJECT = dict[str, Any]
@@ -60,101 +38,9 @@ SHARD: Any = Annotated[
         lambda name: re.fullmatch(r"[^/\\\x00]+\.safetensors", name) is not None,
     ),
 ]
-HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+(@[\w./-]+)?")
 STORED_DTYPES = ("F64", "F32", "F16", "BF16")
 # Configuration, tokenizer, chat template.
 OTHER_FILES = frozenset({".json", ".jinja", ".model", ".txt"})
-
-
-def locate(path: str, key: str = "target.path", weights: bool = True) -> Path:
-    """Return the local folder of a checkpoint.
-
-    `path` is a folder, relative to the working directory or to where the package is (so that the
-    bundled pair is found from anywhere), or a hub id `org/name`, optionally `org/name@revision`,
-    which is downloaded into the hub's cache; with `weights=False` only its json files are. `key` is
-    the configuration key that errors name.
-    """
-    for folder in (Path(path).expanduser(), Path(__file__).resolve().parents[2] / path):
-        # False, where Path.is_dir raises for a path that is too long.
-        if path and os.path.isdir(folder):
-            return folder
-    if not HUB_ID.fullmatch(path):
-        raise UserError(
-            f"{key}={path} is no folder; valid: a folder with a {CONFIG}, or a hub id such as"
-            " org/name"
-        )
-    return _download(path, key, ["*.json", "*.safetensors"] if weights else ["*.json"])
-
-
-def read_config(folder: Path, implementation: str = "auto") -> ModelConfig:
-    """Return the architecture that the folder's `config.json` describes.
-
-    `implementation` is target.implementation: what `native` does not cover, `auto` describes as
-    transformers' modules.
-
-    The end-of-sequence tokens are those of `generation_config.json` where it names any, as in
-    transformers' generate. A head of its own counts as such, even if `config.json` ties it. Keys
-    that are not read are reported. Raise UserError for a missing or broken file, an architecture
-    that is not covered, or a quantized checkpoint.
-    """
-    path = folder / CONFIG
-    plain = read_json(path, OBJECT)
-    if "draft_vocab_size" in plain or "speculators_model_type" in plain:
-        from magicdec.heads import head_from, unread_keys_of_head
-
-        head = head_from(plain, _files_of_head(folder), str(path))
-        report_keys(path, unread_keys_of_head(plain), NOT_READ)
-        return head
-    config = describe(plain, str(path), implementation)
-    if config.implementation == "native":
-        report_keys(path, unread_keys(plain), NOT_READ)
-    if config.tie_word_embeddings and any(folder.glob("*.safetensors")):
-        config = replace(config, tie_word_embeddings=is_tied(_files_of(folder)))
-    return replace(config, eos_token_ids=_eos_ids(folder) or config.eos_token_ids)
-
-
-def describe(plain: OBJECT, name: str, implementation: str = "auto") -> ModelConfig:
-    """Return the architecture of a config.json, as our own transformer runs it or as transformers'
-    modules do. `name` is what errors call the file.
-    """
-    refuse_quantized(plain, name)
-    if implementation != "transformers":
-        try:
-            return from_hugging_face(plain, name)
-        except Unsupported:
-            if implementation == "native":
-                raise
-    # Importing transformers takes seconds, and our own transformer does not need it.
-    from magicdec.models.adapter.facts import describe as describe_modules
-
-    return describe_modules(plain, name)
-
-
-def _eos_ids(folder: Path) -> tuple[int, ...]:
-    """Return the end-of-sequence tokens that `generation_config.json` names, and report what else
-    it asks for.
-    """
-    path = folder / GENERATION_CONFIG
-    if not path.exists():
-        return ()
-    plain = read_json(path, OBJECT)
-    report_keys(path, unread_processors(plain), NOT_APPLIED)
-    return eos_ids(parse(GenerationConfig, plain, where=str(path)))
-
-
-def _files_of_head(folder: Path) -> dict[str, Path] | None:
-    """Return the file of each tensor; None where only the config.json is here. Raise UserError for
-    a pickle.
-    """
-    if any(folder.glob("*.safetensors")):
-        return _files_of(folder)
-    for pattern in PICKLES:
-        for path in folder.glob(pattern):
-            raise UserError(
-                f"{path} is a pickle; only safetensors are read: convert it with"
-                " tools/convert_head.py"
-            )
-    return None
 
 
 class Piece(NamedTuple):
@@ -278,7 +164,7 @@ def load(
     tensor, a pickle checkpoint, and quantized weights.
     """
     todo = list(pieces(config, share))
-    files = _files_of(folder)
+    files = files_of(folder)
     _check(todo, files, folder, IN_HEADS if config.is_head else DISPENSABLE)
     report_frequencies(files, config)
     shapes = {
@@ -336,7 +222,7 @@ def stored_in_bfloat16(folder: Path, config: ModelConfig) -> set[str]:
     """Return the matrices that the files hold in bfloat16: kept so, they are the same numbers in
     half the bytes.
     """
-    files = _files_of(folder)
+    files = files_of(folder)
     headers = {path: read_header(path) for path in set(files.values())}
     found: dict[str, bool] = {}
     for piece in pieces(config):
@@ -353,51 +239,14 @@ def fingerprint(folder: Path) -> str:
     Raise UserError for a checkpoint that is incomplete. See magicdec/fingerprint.py for what is
     read of large files.
     """
-    weights = set(_files_of(folder).values())
+    weights = set(files_of(folder).values())
     for path in sorted(weights):
         read_header(path)
     others = [path for path in folder.iterdir() if path.suffix in OTHER_FILES and path.is_file()]
     return of_files({path.name: path for path in [*weights, *others]})
 
 
-def _download(path: str, key: str, patterns: list[str]) -> Path:
-    """Return a snapshot of a hub repository in the hub's own cache, without subfolders and copies
-    of the weights.
-    """
-    # Imported here because a local folder does not need it.
-    from huggingface_hub import errors, snapshot_download
-
-    name, _, revision = path.partition("@")
-    others = ["*/*", "consolidated*"]
-    try:
-        return Path(
-            snapshot_download(
-                name, revision=revision or None, allow_patterns=patterns, ignore_patterns=others
-            )
-        )
-    except errors.GatedRepoError:
-        reason = (
-            f"is gated: accept its licence on https://huggingface.co/{name}, then log in with `hf"
-            " auth login`"
-        )
-    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError):
-        reason = (
-            "was found neither as a folder nor on the hub (a private one needs `hf auth login`)"
-        )
-    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
-        reason = (
-            "is no folder nor in the hub's cache, and the hub is out of reach: download it and"
-            f" pass {key}=FOLDER"
-        )
-    except Exception as error:  # any failure of the network or the disk is one line for the user
-        reason = (
-            "could not be downloaded"
-            f" ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
-        )
-    raise UserError(f"{key}={path} {reason}") from None
-
-
-def _files_of(folder: Path) -> dict[str, Path]:
+def files_of(folder: Path) -> dict[str, Path]:
     """Return the file that holds each tensor, from the single file or the index of shards."""
     if (folder / SINGLE).exists():
         return dict.fromkeys(read_header(folder / SINGLE), folder / SINGLE)

@@ -70,7 +70,7 @@ async def steady(
             RequestSpec(list(prompt), Params(max_tokens, params.sampling)) for prompt in prompts
         ]
         level, before = Load("concurrency", len(jobs)), await endpoint.counters()
-        found, _ = await under_load(endpoint, jobs, level, 0, lambda _: None)
+        found, _ = await under_load(endpoint, jobs, level, 0)
         requests = cast(list[EndpointRequest], found)
         for request in requests:
             if request.error is not None:

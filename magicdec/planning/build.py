@@ -18,7 +18,7 @@ from magicdec.models.parallel import Share, share
 from magicdec.models.transformer import Transformer
 from magicdec.modules import ModulesConfig
 from magicdec.planning import shared
-from magicdec.planning.resolve import Model, Plan
+from magicdec.planning.resolved import Model, Plan
 from magicdec.tracking.progress import Progress
 
 log = logging.getLogger(__name__)

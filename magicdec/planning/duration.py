@@ -17,7 +17,7 @@ from magicdec.costmodel.round import Setup
 from magicdec.errors import UserError
 from magicdec.measure.ceilings import matmul_rate, read_bandwidth
 from magicdec.planning.prediction import curves
-from magicdec.planning.resolve import Plan
+from magicdec.planning.resolved import Plan
 from magicdec.planning.setup import setup_of
 from magicdec.planning.shared import prefill_key
 

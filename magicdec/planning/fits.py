@@ -14,7 +14,8 @@ from magicdec.models.parallel import Share
 from magicdec.models.transformer import Transformer
 from magicdec.planning import shared
 from magicdec.planning.build import assembled, without_weights
-from magicdec.planning.resolve import Model, Plan, batch_on
+from magicdec.planning.resolve import batch_on
+from magicdec.planning.resolved import Model, Plan
 from magicdec.planning.setup import held, setup_of
 from magicdec.units import GIB
 

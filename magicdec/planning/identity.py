@@ -33,10 +33,10 @@ def identify(key: str, choice: ModelChoice, loads: bool) -> tuple[ModelChoice, P
             f"{key}.path=null: give a local Hugging Face folder or a hub id such as org/name"
         )
     # Here, because it imports PyTorch, which named targets do not need.
-    from magicdec.models import checkpoint
+    from magicdec.models import description
 
-    folder = checkpoint.locate(choice.path, f"{key}.path", weights=loads)
-    config = checkpoint.read_config(folder, choice.implementation)
+    folder = description.locate(choice.path, f"{key}.path", weights=loads)
+    config = description.read_config(folder, choice.implementation)
     if choice.architecture is not None:
         written = from_values(origin["architecture"]) if origin.get("architecture") else None
         for name in ModelConfig.__dataclass_fields__:

@@ -11,7 +11,7 @@ from magicdec.costmodel.acceptance import Curves
 from magicdec.costmodel.speedup import alpha_from_acceptance_length
 from magicdec.costmodel.targets import architecture
 from magicdec.errors import UserError
-from magicdec.planning.resolve import Plan
+from magicdec.planning.resolved import Plan
 from magicdec.planning.setup import setup_of
 from magicdec.tracking.reader import iter_runs, latest
 

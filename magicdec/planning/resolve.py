@@ -2,14 +2,11 @@
 no weights.
 """
 
-from dataclasses import dataclass, replace
-from functools import cached_property
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from magicdec import data
 from magicdec.architectures import ModelConfig, check_ranks
 from magicdec.attention import backends
 from magicdec.config.checks import check_length
@@ -17,9 +14,10 @@ from magicdec.config.registry import BACKENDS, CORPORA, ENGINES
 from magicdec.config.schema import ROWS_ON, BatchConfig, Config
 from magicdec.errors import UserError
 from magicdec.kernels.toolchain import triton_obstacle
-from magicdec.measure.system import cpu_name, driver_version
-from magicdec.models import checkpoint
+from magicdec.measure.system import cpu_name
+from magicdec.models import description
 from magicdec.planning.identity import identify
+from magicdec.planning.resolved import Model, Plan
 
 # batch.prefill_chunk=auto: CHUNK tokens of each row, or more where a pass of all rows would have
 # few tokens.
@@ -27,112 +25,6 @@ CHUNK, PASS_TOKENS_ON = 128, {"cpu": 1024, "cuda": 2048}
 # Requests are prefilled one by one while running ones wait.
 SERVED_CHUNK_ON = {"cpu": 256, "cuda": 2048}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-@dataclass(frozen=True)
-class Model:
-    """One model of a run before its weights are loaded: its folder and its architecture."""
-
-    key: str  # the configuration's key, for messages
-    folder: Path | None  # None: random weights of a known architecture
-    config: ModelConfig
-    num_ranks: int = 1  # that divide its layers
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """Return the hash of its weights for a run's id."""
-        return checkpoint.fingerprint(self.folder) if self.folder else "random"
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A run or a prediction with every `auto` resolved and every mistake found. Nothing large is
-    allocated.
-
-    A prediction has no device: `device` is PyTorch's meta device, and `device_name` the machine to
-    predict for.
-    """
-
-    config: Config
-    device: torch.device
-    dtype: torch.dtype
-    target: Model
-    draft: Model | None
-    device_name: str
-    # For config.attention, and for what is slower than it could be; empty for other engines.
-    reasons: str = ""
-
-    @property
-    def predicts(self) -> bool:
-        """Return whether the work is a prediction."""
-        return self.device.type == "meta"
-
-    @cached_property
-    def fingerprints(self) -> dict[str, str]:
-        """Return the hashes of the checkpoints and the text that the run reads, and the version of
-        another engine.
-
-        A profile reads no text, a prediction nothing.
-        """
-        if self.predicts:
-            return {}
-        remote = self.config.engine.is_remote
-        found = {
-            m.key: m.fingerprint for m in (self.target, self.draft) if m is not None and not remote
-        }
-        if self.config.engine.name != "native":
-            found["engine"] = ENGINES[self.config.engine.name].work.installed(self.config.engine)
-        if self.config.reads_text:
-            found |= {
-                key: data.fingerprint(*source) for key, source in self.config.data.sources.items()
-            }
-        return found
-
-    @property
-    def sources(self) -> dict[str, str]:
-        """Return the metric that says whether the weights are trained or random."""
-        models = (self.target, self.draft)
-        return {
-            "weights/source": (
-                "random"
-                if any(m is not None and m.folder is None for m in models)
-                else "checkpoint"
-            )
-        }
-
-    @property
-    def num_ranks(self) -> int:
-        """Return the processes that the work takes."""
-        return self.target.num_ranks
-
-    @property
-    def longest(self) -> int:
-        """Return the tokens of the longest sequence of the run."""
-        _, context_len = self.config.scenario.largest(self.config.batch)
-        return context_len + self.config.batch.generate_len
-
-    @property
-    def is_audited(self) -> bool:
-        """Return whether the output is audited: with synthetic acceptance it means nothing."""
-        return self.config.speculates and self.config.draft.synthetic_acceptance is None
-
-    def in_bfloat16(self, model: Model) -> set[str]:
-        """Return the matrices that a float32 run keeps in bfloat16, as stored. The kernels widen
-        them.
-        """
-        has_kernels = self.config.attention == "cpp" and not self.config.hardware.compile
-        is_native = model.config.implementation == "native"
-        if model.folder is None or self.dtype != torch.float32 or not (has_kernels and is_native):
-            return set()
-        return checkpoint.stored_in_bfloat16(model.folder, model.config)
-
-    def warnings(self) -> list[str]:
-        """Return a warning about a GPU that PyTorch cannot use."""
-        on_cpu = self.config.hardware.name == "auto" and self.device.type == "cpu"
-        if not (on_cpu and (unused := driver_version())):
-            return []
-        why = f"driver {unused} is loaded, but PyTorch sees no GPU: this run uses the CPU"
-        return [f"hardware=auto: {why}; magicdec doctor says why, and hardware=cpu silences this"]
 
 
 def resolve(config: Config) -> Plan:  # noqa: C901
@@ -201,7 +93,7 @@ def _remote(config: Config) -> Plan:
     config, target, _ = _models(config, loads=False)
     check_length(config, target.config.max_position_embeddings)
     if not CORPORA[config.data.name].facts.is_noise:
-        folder = checkpoint.locate(config.target.path or "", "target.path", weights=False)
+        folder = description.locate(config.target.path or "", "target.path", weights=False)
         target = replace(target, folder=folder)
     return Plan(config, torch.device("cpu"), torch.float32, target, None, "another server")
 

@@ -11,7 +11,7 @@ from magicdec.costmodel.memory import Memory, memory
 from magicdec.costmodel.roofline import BF16
 from magicdec.costmodel.round import Setup
 from magicdec.errors import UserError
-from magicdec.planning.resolve import Plan
+from magicdec.planning.resolved import Plan
 
 
 def setup_of(plan: Plan, bandwidth_gbs: float | None = None, tflops: float | None = None) -> Setup:

@@ -19,7 +19,7 @@ from magicdec.measure import memory
 if TYPE_CHECKING:  # a prediction does not wait for the modules of an engine
     from magicdec.models.kv_cache import KVCache
     from magicdec.models.transformer import Transformer
-    from magicdec.planning.resolve import Model, Plan
+    from magicdec.planning.resolved import Model, Plan
 
 T = TypeVar("T")
 

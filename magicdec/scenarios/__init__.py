@@ -20,6 +20,7 @@ from magicdec.config.load import to_dict
 from magicdec.config.schema import Config
 from magicdec.errors import Stopped, UserError, in_one_line, is_out_of_memory, to_stderr
 from magicdec.measure.system import sampled
+from magicdec.measure.trust import BASELINE, noise, slowness
 from magicdec.planning.shared import SHARED
 from magicdec.scenarios.outcome import Outcome
 from magicdec.scenarios.resume import Found, look_up, of_store
@@ -28,7 +29,7 @@ from magicdec.tracking.console import Console
 from magicdec.tracking.identity import run_id
 from magicdec.tracking.lock import Busy, locked
 from magicdec.tracking.progress import Follow, Progress, progress
-from magicdec.tracking.reader import BASELINE, attempts, iter_runs, noise, read_result, slowness
+from magicdec.tracking.reader import attempts, iter_runs, read_result
 from magicdec.tracking.store import Run, explained, software
 from magicdec.tracking.sweep import Job
 from magicdec.tracking.trackers import Live, chosen, is_logged, log_run
@@ -37,7 +38,7 @@ from magicdec.units import GIB, in_minutes
 log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:  # it imports PyTorch, and a mistake must be reported before that
-    from magicdec.planning.resolve import Plan
+    from magicdec.planning.resolved import Plan
 
 
 class Scenario(Protocol):

@@ -22,8 +22,10 @@ from magicdec.measure.ceilings import read_bandwidth
 from magicdec.measure.metrics import Metrics
 from magicdec.measure.profile import profile_round
 from magicdec.measure.system import Interference, Watch
+from magicdec.measure.trust import is_impossible
 from magicdec.planning import build
-from magicdec.planning.resolve import Plan, resolve
+from magicdec.planning.resolve import resolve
+from magicdec.planning.resolved import Plan
 from magicdec.planning.shared import SHARED, Prefilled, prefill_key
 from magicdec.scenarios.figures import Figures, repeat_line
 from magicdec.scenarios.outcome import Outcome
@@ -31,7 +33,6 @@ from magicdec.scenarios.points import Points
 from magicdec.scenarios.repeats import Goal
 from magicdec.scenarios.units import Stored, Unit
 from magicdec.tracking.progress import Progress
-from magicdec.tracking.reader import is_impossible
 from magicdec.units import GIB, WAYS
 
 if TYPE_CHECKING:

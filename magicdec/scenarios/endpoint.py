@@ -20,7 +20,8 @@ from magicdec.peers.answer import EndpointFailed, EndpointRequest
 from magicdec.peers.base import Counts, Servable
 from magicdec.peers.endpoint import Endpoint, described
 from magicdec.planning import build
-from magicdec.planning.resolve import Plan, resolve
+from magicdec.planning.resolve import resolve
+from magicdec.planning.resolved import Plan
 from magicdec.scenarios.levels import (
     jobs_of,
     levels_of,

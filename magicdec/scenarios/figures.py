@@ -6,7 +6,7 @@ from functools import cached_property
 from magicdec.data import Prompts
 from magicdec.measure import metrics
 from magicdec.measure.metrics import Metrics, Rounds, Times
-from magicdec.planning.resolve import Plan
+from magicdec.planning.resolved import Plan
 from magicdec.scenarios.outputs import Outputs, lossless, speeds
 from magicdec.scenarios.repeats import Goal, minutes, precision
 from magicdec.scenarios.units import Repeats, Stored

@@ -20,7 +20,7 @@ from magicdec.config.schema import Serve
 from magicdec.data import Prompts
 from magicdec.measure.metrics import Metrics, by_category
 from magicdec.planning import build
-from magicdec.planning.resolve import Plan
+from magicdec.planning.resolved import Plan
 from magicdec.serving.load import Load, RequestSpec, latency_metrics, load_metrics
 from magicdec.serving.request import Params, Request
 from magicdec.tracking.cells import new_table, three_digits

@@ -11,7 +11,7 @@ from magicdec.data.tokenizer import Detokenizer
 from magicdec.engine.audit import Audit
 from magicdec.measure import metrics
 from magicdec.measure.metrics import Metrics
-from magicdec.planning.resolve import Plan
+from magicdec.planning.resolved import Plan
 from magicdec.tracking.files import by_round
 
 NUM_SAMPLES = 4  # rows whose text is logged

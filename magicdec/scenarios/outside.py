@@ -27,7 +27,8 @@ from magicdec.peers.base import Servable
 from magicdec.peers.endpoint import Endpoint
 from magicdec.peers.steady import LONGER, MIN_ROUNDS, Burst, steady
 from magicdec.planning import build
-from magicdec.planning.resolve import Plan, resolve
+from magicdec.planning.resolve import resolve
+from magicdec.planning.resolved import Plan
 from magicdec.scenarios.outcome import Outcome
 from magicdec.scenarios.peer import load
 from magicdec.serving.request import Params

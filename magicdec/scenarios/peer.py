@@ -12,7 +12,8 @@ from magicdec.measure.metrics import Metrics
 from magicdec.measure.system import Watch
 from magicdec.peers.base import Counts, Peer, PeerGeneration, PeerSpec
 from magicdec.planning import build
-from magicdec.planning.resolve import Plan, resolve
+from magicdec.planning.resolve import resolve
+from magicdec.planning.resolved import Plan
 from magicdec.scenarios.outcome import Outcome
 from magicdec.scenarios.outputs import Outputs, lossless, speeds
 from magicdec.tracking.progress import Progress

@@ -26,7 +26,8 @@ from magicdec.costmodel.predict import pays_from, predict
 from magicdec.costmodel.round import Setup
 from magicdec.errors import UserError
 from magicdec.planning.prediction import assumed_alpha, cache_named, curves, draft_named
-from magicdec.planning.resolve import Plan, check_vocabulary
+from magicdec.planning.resolve import check_vocabulary
+from magicdec.planning.resolved import Plan
 from magicdec.planning.setup import setup_of
 from magicdec.scenarios.outcome import Outcome
 from magicdec.scenarios.predict import prepare as prepare_prediction

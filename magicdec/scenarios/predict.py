@@ -15,7 +15,8 @@ from magicdec.costmodel.predict import Prediction, pays_from, verdict
 from magicdec.costmodel.predict import predict as predict_setup
 from magicdec.costmodel.round import round_times
 from magicdec.planning.prediction import assumed_alpha, curves
-from magicdec.planning.resolve import Plan, resolve
+from magicdec.planning.resolve import resolve
+from magicdec.planning.resolved import Plan
 from magicdec.planning.setup import setup_of
 from magicdec.scenarios.outcome import Outcome
 from magicdec.tracking.cells import new_table

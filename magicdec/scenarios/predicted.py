@@ -14,7 +14,7 @@ from magicdec.costmodel.speedup import speedup as formula_speedup
 from magicdec.errors import UserError
 from magicdec.measure.ceilings import matmul_rate
 from magicdec.measure.metrics import Metrics
-from magicdec.planning.resolve import Plan
+from magicdec.planning.resolved import Plan
 from magicdec.planning.setup import setup_of
 from magicdec.planning.shared import SHARED
 

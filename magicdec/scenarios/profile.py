@@ -13,7 +13,8 @@ from magicdec.measure import memory
 from magicdec.measure.metrics import Metrics
 from magicdec.measure.profile import profile_round
 from magicdec.planning import build
-from magicdec.planning.resolve import Plan, resolve
+from magicdec.planning.resolve import resolve
+from magicdec.planning.resolved import Plan
 from magicdec.scenarios.outcome import Outcome
 from magicdec.tracking.progress import Progress
 from magicdec.tracking.store import Run

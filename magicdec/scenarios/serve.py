@@ -19,7 +19,8 @@ from magicdec.measure import memory
 from magicdec.measure.intervals import acceptance_intervals
 from magicdec.measure.metrics import Metrics, Rounds, acceptance, category_acceptance
 from magicdec.planning import build, fits
-from magicdec.planning.resolve import Plan, resolve
+from magicdec.planning.resolve import resolve
+from magicdec.planning.resolved import Plan
 from magicdec.scenarios.levels import (
     jobs_of,
     levels_of,

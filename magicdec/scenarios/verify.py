@@ -28,7 +28,8 @@ from magicdec.measure import metrics
 from magicdec.measure.ceilings import matmul_rate, read_bandwidth
 from magicdec.measure.intervals import Share, share_of_best
 from magicdec.planning import build
-from magicdec.planning.resolve import Plan, resolve
+from magicdec.planning.resolve import resolve
+from magicdec.planning.resolved import Plan
 from magicdec.planning.setup import setup_of
 from magicdec.scenarios.outcome import Outcome
 from magicdec.tracking.cells import new_table

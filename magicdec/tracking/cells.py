@@ -1,16 +1,12 @@
 """Cells and tables of everything that is printed or written about runs."""
 
 from collections.abc import Iterable, Sequence
-from math import isfinite
-from typing import Any, TypeGuard
+from typing import Any
 
 from rich import box
 from rich.table import Table
 
-
-def is_number(value: Any) -> TypeGuard[int | float]:
-    """Return True for a finite number; true and false are none."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+from magicdec.units import is_number
 
 
 def three_digits(value: Any) -> str:

@@ -10,31 +10,12 @@ from typing import Any
 
 from magicdec.errors import UserError
 from magicdec.tracking import files
-from magicdec.tracking.cells import is_number
 from magicdec.tracking.lock import is_locked
 
 LOG = "log.txt"  # of a run, in its folder
 RESULT = "result.json"
 # A folder's name: the id of the run, and from the second attempt on its number.
 ATTEMPT = re.compile(r"(.+?)(?:-(\d+))?", re.DOTALL)
-# From which spread over repeats, and share of a run with a slowed GPU, there is a warning.
-NOISY, THROTTLED = 0.1, 0.05
-IMPOSSIBLE = 0.05  # share by which the parts of a round take longer than the round
-# A run's times next to another measurement of them (magicdec/measure/metrics.py and `slowness`):
-# the factor from which there is a warning, and its words. Predictions may be wrong themselves.
-CROSS_CHECKS = {
-    "agreement/target_decode": (
-        1.5,
-        "an autoregressive step took {:.2g} times as long as in the profile",
-    ),
-    "agreement/round": (1.5, "a round took {:.2g} times as long as in the profile"),
-    "agreement/earlier": (
-        1.5,
-        "an autoregressive step took {:.2g} times as long as in the fastest earlier attempt",
-    ),
-    "agreement/prediction": (2.0, "an autoregressive step took {:.2g} times as long as predicted"),
-}
-BASELINE = "autoregressive/time_per_output_token_ms"
 
 
 def run_of(attempt_id: str) -> str:
@@ -102,69 +83,6 @@ def find_run(name: str, runs_dir: Path) -> dict[str, Any]:
             f"{name}: {names}; name a run's folder, or the beginning of an id in {runs_dir}"
         )
     return load_run(found[0])
-
-
-def noise(result: Mapping[str, Any]) -> list[str]:
-    """Return why a run's times cannot be trusted, in words; [] if nothing that it has measured says
-    so.
-    """
-    known = {key: value for key, value in result.items() if isinstance(value, int | float)}
-    spread = known.get("speedup_spread", 0.0)
-    found = [f"the speedup spreads over {spread:.0%} between repeats"] if spread > NOISY else []
-    for key, (factor, words) in CROSS_CHECKS.items():
-        if not 1 / factor <= known.get(key, 1.0) <= factor:
-            found.append(words.format(known[key]))
-    return found
-
-
-def slowness(result: Mapping[str, Any], earlier: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Return `agreement/earlier` and `agreement/prediction`: how many times as long an
-    autoregressive step took as in the fastest earlier attempt and as predicted, at least 1. Nothing
-    within a run shows that all of it was slow.
-    """
-    before = [one.get(BASELINE) for one in earlier if one.get("status") == "done"]
-    others = {
-        "earlier": (result.get(BASELINE), before),
-        "prediction": (
-            result.get("time/target_decode_ms"),
-            [result.get("predicted/target_decode_ms")],
-        ),
-    }
-    found = {}
-    for name, (time, expected) in others.items():
-        known = [float(one) for one in expected if is_number(one) and one > 0]
-        if is_number(time) and known:
-            found[f"agreement/{name}"] = max(1.0, time / min(known))
-    return found
-
-
-def gpu_trouble(result: Mapping[str, Any]) -> list[str]:
-    """Return what has disturbed the GPU during a run, in words (magicdec/measure/system.py); [] if
-    nothing is known.
-    """
-    known = {key: value for key, value in result.items() if isinstance(value, int | float)}
-    shares = {why: known.get(f"gpu/throttled/{why}", 0.0) for why in ("thermal", "power")}
-    found = [
-        f"throttled ({why}) for {share:.0%} of the time"
-        for why, share in shares.items()
-        if share > THROTTLED
-    ]
-    others = known.get("gpu/shared", 0)
-    return found + (
-        [f"shared with {others} other process{'es' if others > 1 else ''}"] if others else []
-    )
-
-
-def is_impossible(result: Mapping[str, Any]) -> bool:
-    """Return whether the parts of a round were measured to take longer than the round that they
-    make up.
-    """
-    overhead, whole = (result.get(f"time/{name}_ms") for name in ("overhead", "round"))
-    return (
-        isinstance(overhead, int | float)
-        and isinstance(whole, int | float)
-        and overhead < -IMPOSSIBLE * whole
-    )
 
 
 def find_done(runs_dir: str | Path, run_id: str, software: Mapping[str, Any]) -> dict[str, Any]:

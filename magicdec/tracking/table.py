@@ -15,12 +15,12 @@ from rich.text import Text
 from magicdec.config.choices import DraftConfig
 from magicdec.config.registry import DRAFTS, POLICIES
 from magicdec.costmodel.targets import model_label
-from magicdec.tracking.cells import is_number, new_table, three_digits
+from magicdec.measure.trust import gpu_trouble, is_impossible, noise
+from magicdec.tracking.cells import new_table, three_digits
 from magicdec.tracking.console import Console
-from magicdec.tracking.reader import gpu_trouble, is_impossible, noise
 from magicdec.tracking.store import counted, shown
 from magicdec.tracking.trackers import Logged
-from magicdec.units import WAYS, both_speedups
+from magicdec.units import WAYS, both_speedups, is_number
 
 SPEEDS = {
     "tokens_per_second": "tokens/s",

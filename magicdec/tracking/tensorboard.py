@@ -14,10 +14,10 @@ from typing import Any
 
 from magicdec.commands import command_line
 from magicdec.errors import UserError, in_one_line
-from magicdec.tracking.cells import is_number
 from magicdec.tracking.report.rows import flatten, is_setting
 from magicdec.tracking.store import shown
 from magicdec.tracking.trackers import STEP_KEYS, FinishedRun, Logged, Settings
+from magicdec.units import is_number
 
 NAME = "TensorBoard"
 IMPORTS = ("tensorboard.summary.writer.event_file_writer",)

@@ -20,7 +20,8 @@ from magicdec.costmodel.round import round_times
 from magicdec.errors import UserError
 from magicdec.planning.fits import fitting
 from magicdec.planning.prediction import cache_named
-from magicdec.planning.resolve import Model, Plan, resolve
+from magicdec.planning.resolve import resolve
+from magicdec.planning.resolved import Model, Plan
 from magicdec.planning.setup import held, setup_of
 from magicdec.scenarios import plan as plan_scenario
 from magicdec.scenarios import predict as predict_scenario

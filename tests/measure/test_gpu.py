@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from magicdec.measure import system
-from magicdec.tracking.reader import gpu_trouble
+from magicdec.measure.trust import gpu_trouble
 
 
 class Refused(Exception):

@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from magicdec.config.registry import PACKAGE
-from magicdec.models.checkpoint import fingerprint, load, pieces, read_config, stored_in_bfloat16
+from magicdec.models.checkpoint import fingerprint, load, pieces, stored_in_bfloat16
+from magicdec.models.description import read_config
 from magicdec.models.kv_cache import KVCache
 from tests.checkpoints import load_model, load_reference, make_checkpoint
 from tests.models.test_metadata import refused, rewrite

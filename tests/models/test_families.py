@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from magicdec.kernels.library import compiler
-from magicdec.models.checkpoint import read_config
+from magicdec.models.description import read_config
 from magicdec.models.kv_cache import KVCache
 from magicdec.models.operators import CppOperators
 from magicdec.models.transformer import Transformer

@@ -14,7 +14,8 @@ from torch import Tensor
 from magicdec.attention.sdpa import SdpaAttention
 from magicdec.errors import UserError
 from magicdec.heads import HeadConfig, unread_keys_of_head
-from magicdec.models.checkpoint import load, read_config
+from magicdec.models.checkpoint import load
+from magicdec.models.description import read_config
 from magicdec.models.head import Head
 from magicdec.models.kv_cache import KVCache
 from magicdec.models.taps import Taps

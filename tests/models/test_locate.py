@@ -3,7 +3,7 @@ import pytest
 from huggingface_hub import errors
 
 from magicdec.errors import UserError
-from magicdec.models.checkpoint import locate
+from magicdec.models.description import locate
 
 
 def test_a_folder_is_taken_as_it_is_and_may_be_relative_to_the_package(tmp_path, monkeypatch):

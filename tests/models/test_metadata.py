@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from magicdec.data.tokenizer import load_tokenizer
 from magicdec.errors import UserError
 from magicdec.models import metadata
-from magicdec.models.checkpoint import fingerprint, load, read_config
+from magicdec.models.checkpoint import fingerprint, load
+from magicdec.models.description import read_config
 from magicdec.models.vocabulary import check_vocabularies
 from tests.checkpoints import make_checkpoint
 

@@ -17,7 +17,8 @@ from magicdec.errors import UserError
 from magicdec.heads import HeadConfig
 from magicdec.kernels.library import compiler
 from magicdec.models import parallel, symmetric
-from magicdec.models.checkpoint import load, read_config
+from magicdec.models.checkpoint import load
+from magicdec.models.description import read_config
 from magicdec.models.head import Head
 from magicdec.models.kv_cache import KVCache
 from magicdec.models.parallel import Share, share

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from magicdec.models.checkpoint import read_config
+from magicdec.models.description import read_config
 from magicdec.models.kv_cache import KVCache
 from tests.checkpoints import load_model, load_reference
 

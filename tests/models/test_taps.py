@@ -9,7 +9,7 @@ from torch import Tensor
 from magicdec.attention.cpp import CppAttention
 from magicdec.kernels.library import compiler
 from magicdec.models import passes
-from magicdec.models.checkpoint import read_config
+from magicdec.models.description import read_config
 from magicdec.models.kv_cache import KVCache
 from magicdec.models.taps import Taps
 from tests.checkpoints import load_model, load_reference

@@ -15,7 +15,7 @@ from magicdec.config.load import compose
 from magicdec.costmodel.round import Setup
 from magicdec.costmodel.targets import architecture, model_label
 from magicdec.errors import UserError
-from magicdec.models.checkpoint import read_config
+from magicdec.models.description import read_config
 from magicdec.planning.identity import identify
 from magicdec.planning.resolve import resolve
 from magicdec.planning.setup import setup_of

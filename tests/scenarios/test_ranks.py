@@ -14,7 +14,7 @@ from magicdec.drafts.base import Draft
 from magicdec.engine.decoder import Decoder
 from magicdec.errors import UserError
 from magicdec.models.kv_cache import KVCache
-from magicdec.planning.resolve import Plan
+from magicdec.planning.resolved import Plan
 from magicdec.scenarios import _work, compare, ranks
 from magicdec.scenarios.ranks import on_ranks
 from tests.runs import SMALL

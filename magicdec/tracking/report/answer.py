@@ -11,12 +11,13 @@ from functools import cached_property
 from itertools import islice
 
 from magicdec.measure.intervals import MIN_REPEATS, MIN_ROWS, Estimate, difference
-from magicdec.tracking.cells import cell, is_number
-from magicdec.tracking.reader import noise
+from magicdec.measure.trust import noise
+from magicdec.tracking.cells import cell
 from magicdec.tracking.report.query import LOAD_KEYS, constants, informative
 from magicdec.tracking.report.rows import Row, interval
 from magicdec.tracking.report.verdict import estimates
 from magicdec.tracking.store import counted
+from magicdec.units import is_number
 
 GIVEN = (
     *(

@@ -8,15 +8,15 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from magicdec.tracking.cells import is_number, new_table
-from magicdec.tracking.reader import BASELINE, NOISY, noise
+from magicdec.measure.trust import BASELINE, NOISY, noise
+from magicdec.tracking.cells import new_table
 from magicdec.tracking.report.query import MAIN_METRICS
 from magicdec.tracking.report.rows import FACTS, Row, is_setting, keys_of
 from magicdec.tracking.report.terminal import PREDICTED, WIDTH_OF_A_PIPE, marked
 from magicdec.tracking.report.verdict import verdicts
 from magicdec.tracking.store import counted
 from magicdec.tracking.table import SPEEDS, STEPS
-from magicdec.units import WAYS
+from magicdec.units import WAYS, is_number
 
 WHERE = (
     "status",

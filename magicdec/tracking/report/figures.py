@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from magicdec.errors import UserError
-from magicdec.tracking.cells import cell, is_number
-from magicdec.tracking.reader import noise
+from magicdec.measure.trust import noise
+from magicdec.tracking.cells import cell
 from magicdec.tracking.report.charts import filled, template
 from magicdec.tracking.report.export import write
 from magicdec.tracking.report.picture import picture
 from magicdec.tracking.report.query import constants, informative, rank
 from magicdec.tracking.report.rows import Row, interval
+from magicdec.units import is_number
 
 BATCH, CONTEXT = "batch.size", "batch.context_len"
 LOG_FROM = 8  # values over this ratio get a logarithmic axis

@@ -27,10 +27,10 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup, escape
 
 from magicdec.commands import command_line
-from magicdec.tracking.cells import cell, is_number
+from magicdec.measure.trust import gpu_trouble, is_impossible, noise
+from magicdec.tracking.cells import cell
 from magicdec.tracking.files import SAMPLE, read_lines
 from magicdec.tracking.identity import NOT_IN_ID
-from magicdec.tracking.reader import gpu_trouble, is_impossible, noise
 from magicdec.tracking.report.answer import (
     BY,
     PER,
@@ -45,7 +45,7 @@ from magicdec.tracking.report.figures import LOG_FROM, is_timed
 from magicdec.tracking.report.query import LOAD_KEYS, NEVER_MIXED, informative, rank, varying
 from magicdec.tracking.report.rows import FACTS, Row, interval, is_setting, keys_of, num_runs
 from magicdec.tracking.store import counted
-from magicdec.units import WAYS
+from magicdec.units import WAYS, is_number
 
 LEFT_OUT = FACTS - {"id", "status", "kind", "reason"}
 NOT_REPEATED = NOT_IN_ID - {"plugins"}  # no part of a copied command

@@ -16,7 +16,7 @@ from typing import Any
 import vl_convert
 
 from magicdec.errors import UserError
-from magicdec.tracking.cells import is_number
+from magicdec.units import is_number
 
 FORMATS = ("pdf", "png", "svg")
 # Keys of a description that hold values of any text, and no placeholders.

@@ -10,9 +10,8 @@ import pandas
 
 from magicdec.errors import UserError
 from magicdec.rules import did_you_mean
-from magicdec.tracking.cells import is_number
 from magicdec.tracking.report.rows import SCENARIO, Row, is_setting, keys_of, num_runs
-from magicdec.units import LOADS
+from magicdec.units import LOADS, is_number
 
 SYNTAX = (
     "KEY=VALUE, or with != > >= < <= or ~ (contains); several must all hold. A key's unique ending,"

@@ -10,13 +10,12 @@ from typing import Any
 from magicdec.commands import command_line
 from magicdec.config.registry import has_cache
 from magicdec.errors import UserError
-from magicdec.tracking.cells import is_number
 from magicdec.tracking.files import ROW, read_lines
 from magicdec.tracking.identity import NOT_IN_ID
 from magicdec.tracking.reader import iter_runs, latest
 from magicdec.tracking.store import shown
 from magicdec.tracking.sweep import is_named, jobs
-from magicdec.units import LOADS
+from magicdec.units import LOADS, is_number
 
 Row = dict[str, Any]
 SCENARIO = "scenario.name"

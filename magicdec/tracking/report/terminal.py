@@ -7,9 +7,9 @@ from itertools import accumulate, takewhile
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from magicdec.measure.trust import CROSS_CHECKS, NOISY, gpu_trouble, is_impossible, noise
 from magicdec.tracking.cells import cell, new_table
 from magicdec.tracking.console import Console
-from magicdec.tracking.reader import CROSS_CHECKS, NOISY, gpu_trouble, is_impossible, noise
 from magicdec.tracking.report.query import (
     BETWEEN_ENGINES,
     DIFFER,
