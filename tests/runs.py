@@ -52,7 +52,7 @@ def outcome(*keys: str) -> Outcome:
     config = compose(keys)
     scenario = scenarios._scenario(config)
     with TemporaryDirectory() as runs, progress() as bars:
-        return scenario.run(scenario.prepare(config), Run.open(runs, "abc", {}), bars)
+        return scenario.run(scenarios.prepare(config), Run.open(runs, "abc", {}), bars)
 
 
 def shown(*views: Any, width: int = 100) -> str:

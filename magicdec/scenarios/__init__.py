@@ -42,16 +42,12 @@ if TYPE_CHECKING:  # it imports PyTorch, and a mistake must be reported before t
 
 
 class Scenario(Protocol):
-    """Module of this package that prepares and does one kind of run.
+    """Module of this package that does one kind of run.
 
-    It may have two functions more: `so_far(plan, run)` returns what a run has measured that has
-    failed, and `prediction_of(plan, results)` what is predicted for a run that has been measured.
+    It may have three functions more: `prepare(config)` resolves a configuration where that takes
+    more than `resolve`, `so_far(plan, run)` returns what a run has measured that has failed, and
+    `prediction_of(plan, results)` what is predicted for a run that has been measured.
     """
-
-    def prepare(self, config: Config) -> "Plan":
-        """Resolve `auto` values. Raise UserError for mistakes that can be found before weights are
-        loaded.
-        """
 
     def run(self, plan: "Plan", run: Run, progress: Progress) -> Outcome:
         """Do the work. What must outlive a failure is written into the run's folder."""
@@ -66,7 +62,7 @@ def run(config: Config, job: Job) -> dict[str, Any]:
     """
     scenario = _scenario(config)
     ineffective = _checked(config, job)
-    plan = _fitting(scenario.prepare(config), config)
+    plan = _fitting(prepare(config), config)
     settings = _settings(plan.config, job)
     name = run_id(settings, plan.fingerprints, plan.device_name)
     if config.sweep.dry_run:
@@ -94,6 +90,17 @@ def run(config: Config, job: Job) -> dict[str, Any]:
     console = Console(file=sys.stdout)
     table.show(console, settings, this.result, this.folder, logged, outcome.history, outcome.view)
     return this.result
+
+
+def prepare(config: Config) -> "Plan":
+    """Return the plan of a run, with every `auto` resolved. Raise UserError for mistakes that can
+    be found before weights are loaded.
+    """
+    # Here, because it imports PyTorch.
+    from magicdec.planning.resolve import resolve
+
+    own = getattr(_scenario(config), "prepare", resolve)
+    return cast("Plan", own(config))
 
 
 def _fitting(plan: "Plan", config: Config) -> "Plan":

@@ -24,7 +24,6 @@ from magicdec.measure.profile import profile_round
 from magicdec.measure.system import Interference, Watch
 from magicdec.measure.trust import is_impossible
 from magicdec.planning import build
-from magicdec.planning.resolve import resolve
 from magicdec.planning.resolved import Plan
 from magicdec.planning.shared import SHARED, Prefilled, prefill_key
 from magicdec.scenarios.figures import Figures, repeat_line
@@ -41,8 +40,6 @@ if TYPE_CHECKING:
 MOST_LEFT_OUT = 2  # units in a row with other tokens than the first: no further ones are measured
 # Figures that a run keeps while repeats are added to it.
 PROFILED = ("time/", "memory/", "roofline/")
-
-prepare = resolve
 
 
 @dataclass

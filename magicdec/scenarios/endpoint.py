@@ -20,7 +20,6 @@ from magicdec.peers.answer import EndpointFailed, EndpointRequest
 from magicdec.peers.base import Counts, Servable
 from magicdec.peers.endpoint import Endpoint, described
 from magicdec.planning import build
-from magicdec.planning.resolve import resolve
 from magicdec.planning.resolved import Plan
 from magicdec.scenarios.levels import (
     jobs_of,
@@ -37,8 +36,6 @@ from magicdec.serving.load import Load, RequestSpec, Search, under_load
 from magicdec.tracking.progress import Progress
 from magicdec.tracking.store import Run
 from magicdec.units import WAYS
-
-prepare = resolve
 
 
 @dataclass

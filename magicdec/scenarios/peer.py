@@ -12,7 +12,6 @@ from magicdec.measure.metrics import Metrics
 from magicdec.measure.system import Watch
 from magicdec.peers.base import Counts, Peer, PeerGeneration, PeerSpec
 from magicdec.planning import build
-from magicdec.planning.resolve import resolve
 from magicdec.planning.resolved import Plan
 from magicdec.scenarios.outcome import Outcome
 from magicdec.scenarios.outputs import Outputs, lossless, speeds
@@ -22,7 +21,6 @@ from magicdec.units import GIB
 
 WARMUP_CONTEXT, WARMUP_TOKENS = 64, 8
 
-prepare = resolve
 Repeat = list[PeerGeneration]  # a generation per batch
 
 

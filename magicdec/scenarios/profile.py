@@ -13,14 +13,11 @@ from magicdec.measure import memory
 from magicdec.measure.metrics import Metrics
 from magicdec.measure.profile import profile_round
 from magicdec.planning import build
-from magicdec.planning.resolve import resolve
 from magicdec.planning.resolved import Plan
 from magicdec.scenarios.outcome import Outcome
 from magicdec.tracking.progress import Progress
 from magicdec.tracking.store import Run
 from magicdec.units import GIB
-
-prepare = resolve
 
 
 def run(plan: Plan, run: Run, progress: Progress) -> Outcome:

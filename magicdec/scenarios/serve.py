@@ -41,8 +41,6 @@ from magicdec.tracking.progress import Progress
 from magicdec.tracking.store import Run
 from magicdec.units import GIB, LOADS, WAYS
 
-prepare = resolve
-
 
 def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
     """Measure every level; a line of the history for each, and the last one's figures as the run's

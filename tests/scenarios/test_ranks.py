@@ -14,8 +14,9 @@ from magicdec.drafts.base import Draft
 from magicdec.engine.decoder import Decoder
 from magicdec.errors import UserError
 from magicdec.models.kv_cache import KVCache
+from magicdec.planning.resolve import resolve
 from magicdec.planning.resolved import Plan
-from magicdec.scenarios import _work, compare, ranks
+from magicdec.scenarios import _work, ranks
 from magicdec.scenarios.ranks import on_ranks
 from tests.runs import SMALL
 
@@ -159,4 +160,4 @@ def test_a_run_leaves_no_decoder_on_any_rank(tmp_path):
         compose([*small, "hardware.tensor_parallel=2", f"draft={draft}"])
         for draft in ("self", "model", "eagle3")
     )
-    assert on_ranks(2, "cpu", left_alive, list(map(compare.prepare, configs))) == [[0, 0]] * 3
+    assert on_ranks(2, "cpu", left_alive, list(map(resolve, configs))) == [[0, 0]] * 3
