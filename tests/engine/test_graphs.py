@@ -27,7 +27,7 @@ CASES = (
 class Rehearsed(graphs.Step):
     """A step that is rehearsed as for a capture, and then called as it is."""
 
-    def __init__(self, function, captures=None, undo=graphs.nothing, before=graphs.nothing):
+    def __init__(self, function, captures=None, undo=None, before=None):
         super().__init__(function, before=before)
         graphs.rehearse(function, undo)
 
