@@ -178,18 +178,18 @@ def check_ranks(
     """Raise UserError, with the valid numbers, if target or draft cannot be divided over their
     ranks.
     """
-    for config, own, key in ((target, ranks, "hardware"), (draft, draft_ranks, "draft")):
+    for config, divisor, key in ((target, ranks, "hardware"), (draft, draft_ranks, "draft")):
         if config is None:
             return
-        if ranks % own:
+        if ranks % divisor:
             raise UserError(
-                f"{key}.tensor_parallel={own}: must divide the target's"
+                f"{key}.tensor_parallel={divisor}: must divide the target's"
                 f" hardware.tensor_parallel={ranks}"
             )
-        if not config.divides(own):
+        if not config.divides(divisor):
             valid = ", ".join(str(n) for n in range(1, config.num_heads + 1) if config.divides(n))
             raise UserError(
-                f"{key}.tensor_parallel={own}: {config.num_heads} query heads,"
+                f"{key}.tensor_parallel={divisor}: {config.num_heads} query heads,"
                 f" {config.num_kv_heads} KV heads and {config.intermediate_size} MLP features"
                 f" cannot be divided so; valid: {valid}"
             )

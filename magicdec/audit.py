@@ -78,7 +78,7 @@ class Row(NamedTuple):
 
     number: int
     is_foreign: bool  # the target would not write the baseline
-    found: dict[str, Difference | None]  # by way; None: equal
+    differences: dict[str, Difference | None]  # by way; None: equal
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -115,15 +115,15 @@ def _audit(arguments: argparse.Namespace) -> int:
     if run and run["config"].get("sampling", {}).get("temperature"):
         raise UserError(f"{path}: was sampled; only greedy outputs can be compared token by token")
     typed: list[str] = arguments.override
-    own = (
+    models = (
         _overrides_of(run["config"], any(text.startswith("target=") for text in typed))
         if run
         else []
     )
     engine_dtype = arguments.engine_dtype or (run["config"]["hardware"]["dtype"] if run else None)
     with progress() as bars:
-        found = list(judged(lines, [*own, *typed], engine_dtype, arguments.rows, bars))
-    return _show(found)
+        rows = list(judged(lines, [*models, *typed], engine_dtype, arguments.rows, bars))
+    return _show(rows)
 
 
 def _overrides_of(config: dict[str, Any], has_target: bool) -> list[str]:
@@ -158,8 +158,8 @@ def judged(
     texts = any(isinstance(line.prompt, str) for line in lines)
     tokenizer: Any = build.tokenizer(plan) if texts else None
     prompts = [
-        encode_prompt(tokenizer, one.prompt) if isinstance(one.prompt, str) else one.prompt or []
-        for one in lines
+        encode_prompt(tokenizer, line.prompt) if isinstance(line.prompt, str) else line.prompt or []
+        for line in lines
     ]
     _check(plan, lines, prompts)
     engine = build.engine(plan, progress)
@@ -200,12 +200,12 @@ def _of_batch(
     for row, line in enumerate(lines):
         tokens, judged = outputs(line), {way: Judged(*scores[way][row]) for way in WAYS}
         base = judged[BASELINE]
-        found = {
+        differences = {
             way: compared(line.autoregressive, tokens[way], base, judged[way])
             for way in WAYS[1:]
             if way in tokens
         }
-        yield Row(first + row, any(base.outside), found)
+        yield Row(first + row, any(base.outside), differences)
 
 
 def compared(
@@ -237,16 +237,16 @@ def _show(rows: Sequence[Row]) -> int:
     table = new_table("row", "output", "token", "gap before", "gap", "verdict", num_words=2)
     verdicts: dict[str, Counter[str]] = {way: Counter() for way in WAYS[1:]}
     for row in rows:
-        for way, one in row.found.items():
-            verdicts[way]["equal" if one is None else one.verdict] += 1
-            if one:
-                gaps = [f"{gap:.3g}" for gap in one.gaps or ()] or ["", ""]
+        for way, difference in row.differences.items():
+            verdicts[way]["equal" if difference is None else difference.verdict] += 1
+            if difference:
+                gaps = [f"{gap:.3g}" for gap in difference.gaps or ()] or ["", ""]
                 table.add_row(
                     str(row.number),
                     way,
-                    str(one.at),
+                    str(difference.at),
                     *gaps,
-                    one.verdict + (f": {one.why}" if one.why else ""),
+                    difference.verdict + (f": {difference.why}" if difference.why else ""),
                 )
     if table.row_count:
         console.print(table)

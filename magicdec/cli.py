@@ -151,12 +151,12 @@ def _launch() -> int:  # noqa: C901
                 f"--experimental-rerun={rerun}: would load a pickle; repeat the command instead"
             )
         if arguments.multirun and "sweep.dry_run=true" in map(str.lower, overrides):
-            own = [
+            kept = [
                 text
                 for text in overrides
                 if not text.startswith(("hydra/launcher", "hydra.launcher"))
             ]
-            arguments.overrides = own + LISTING
+            arguments.overrides = kept + LISTING
         # Which Hydra takes from this file's folder.
         if arguments.config_path and "://" not in arguments.config_path:
             arguments.config_path = str(Path(arguments.config_path).resolve())
@@ -254,8 +254,8 @@ def _fail(error: Exception, cfg: DictConfig, this: Job) -> int:
     if os.environ.get(sweep.JOB) and isinstance(error, Busy):
         return sweep.BUSY  # its launcher starts it again later
     overrides, sweep_dir = list(this.overrides), this.sweep_dir
-    known = isinstance(error, UserError | OmegaConfBaseException) or is_out_of_memory(error)
-    explanation = explain(error, overrides) if known else None
+    is_expected = isinstance(error, UserError | OmegaConfBaseException) or is_out_of_memory(error)
+    explanation = explain(error, overrides) if is_expected else None
     if sweep_dir is None:
         return report(error, explanation)
     attempt_id = sweep.attempt_of(sweep_dir, this.number)

@@ -88,7 +88,8 @@ def examine(module: str) -> Iterator[Finding]:
     """
     plugins.load([module])
     policies, drafts = (
-        [name for name in one if _is_of(one, name, module)] for one in (POLICIES, DRAFTS)
+        [name for name in registry if _is_of(registry, name, module)]
+        for registry in (POLICIES, DRAFTS)
     )
     if not policies and not drafts:
         raise UserError(f"{module}: registers neither a cache policy nor a draft")
@@ -109,7 +110,7 @@ def _findings(group: str, name: str, pairs: Sequence[tuple[str, str, str]]) -> I
     """Yield the findings of a choice, tried in these pairs of a draft and a policy."""
     choice, keys = f"{group}={name}", values_of(group, name)
     yield Finding(choice, "has an option", "" if keys else f"conf/{group}/{name}.yaml is missing")
-    own = {key: value for key, value in keys.items() if key not in NOT_OWN}
+    options = {key: value for key, value in keys.items() if key not in NOT_OWN}
     for draft, policy, other in pairs:
         checks = {
             "is lossless": wrong_tokens,
@@ -120,7 +121,7 @@ def _findings(group: str, name: str, pairs: Sequence[tuple[str, str, str]]) -> I
             checks["serves"] = wrong_rows
         for name, check in checks.items():
             yield Finding(
-                choice, f"{name} with {other}", _first(partial(check, draft, policy, own))
+                choice, f"{name} with {other}", _first(partial(check, draft, policy, options))
             )
 
 
@@ -266,8 +267,8 @@ def _trial(
 
 
 def _tensors(part: Any) -> list[Tensor]:
-    own = part.parameters() if isinstance(part, torch.nn.Module) else vars(part).values()
-    return [value for value in own if isinstance(value, Tensor)]
+    values = part.parameters() if isinstance(part, torch.nn.Module) else vars(part).values()
+    return [value for value in values if isinstance(value, Tensor)]
 
 
 def both_ways(batch: Batch) -> tuple[bool, Generation, Generation]:

@@ -146,18 +146,18 @@ def drawn_otherwise(ranks: Sequence[float]) -> bool:
 
 def caches_of(draft: Draft) -> list[DraftCache]:
     """Return the draft's caches, with those inside other caches and drafts."""
-    known: dict[int, Any] = {}
+    visited: dict[int, Any] = {}
 
     def visit(part: Any) -> None:
-        if isinstance(part, Draft | KVCache) and id(part) not in known:
-            known[id(part)] = part
+        if isinstance(part, Draft | KVCache) and id(part) not in visited:
+            visited[id(part)] = part
             visit([*vars(part).values()])
         elif isinstance(part, list | tuple):
             for inner in part:
                 visit(inner)
 
     visit(draft)
-    return [part for part in known.values() if isinstance(part, DraftCache)]
+    return [part for part in visited.values() if isinstance(part, DraftCache)]
 
 
 def watch_cache(cache: DraftCache) -> None:

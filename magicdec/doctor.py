@@ -85,8 +85,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     with Console(stderr=True).status("checking, about half a minute") as shown:
-        found = examine(lambda check: shown.update(f"checking, about half a minute: {check}"))
-        findings = [Finding(status, check, without_places(text)) for status, check, text in found]
+        examined = examine(lambda check: shown.update(f"checking, about half a minute: {check}"))
+        findings = [
+            Finding(status, check, without_places(text)) for status, check, text in examined
+        ]
     if options.markdown:
         print(markdown_table(("", "check", "finding"), findings), end="")
     else:
@@ -134,13 +136,13 @@ def versions(device: torch.device) -> Iterator[Finding]:
     yield Finding(
         OK, "Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     )
-    found = []
+    packages = []
     for package in PACKAGES:
         try:
-            found.append(f"{package} {metadata.version(package)}")
+            packages.append(f"{package} {metadata.version(package)}")
         except metadata.PackageNotFoundError:
-            found.append(f"no {package}")
-    yield Finding(OK, "packages", ", ".join(found))
+            packages.append(f"no {package}")
+    yield Finding(OK, "packages", ", ".join(packages))
 
 
 def processor(device: torch.device) -> Iterator[Finding]:
@@ -158,13 +160,13 @@ def gpus(device: torch.device) -> Iterator[Finding]:
     version = driver_version()
     if device.type == "cuda":
         for index in range(torch.cuda.device_count()):
-            known = torch.cuda.get_device_properties(index)
+            properties = torch.cuda.get_device_properties(index)
             memory, capability = (
-                f"{known.total_memory / GIB:.0f} GiB",
-                f"sm_{known.major}{known.minor}",
+                f"{properties.total_memory / GIB:.0f} GiB",
+                f"sm_{properties.major}{properties.minor}",
             )
             where = f"CUDA {torch.version.cuda}, driver {version or 'unknown'}"
-            yield Finding(OK, f"GPU {index}", f"{known.name}, {memory}, {capability}, {where}")
+            yield Finding(OK, f"GPU {index}", f"{properties.name}, {memory}, {capability}, {where}")
     elif version:
         hidden = "sees no GPU (CUDA_VISIBLE_DEVICES, or too new)"
         why = "is built without CUDA" if torch.version.cuda is None else hidden
@@ -199,7 +201,11 @@ def attention(device: torch.device) -> Iterator[Finding]:
         text = (
             f"largest error {worst:.1g} of at most {bound:g} in {str(dtype).removeprefix('torch.')}"
         )
-        parts = [*filter(None, [backend.found()]), text, f"{watch.seconds:.1f} s with compilation"]
+        parts = [
+            *filter(None, [backend.version()]),
+            text,
+            f"{watch.seconds:.1f} s with compilation",
+        ]
         yield Finding(status, f"attention={name}", "; ".join(parts))
     yield Finding(OK, "attention=auto", backends.choose("auto", device, dtype, [HEAD_DIM])[1])
 
@@ -216,16 +222,16 @@ def rounds(device: torch.device) -> Iterator[Finding]:
         batch.decoder.prefill(engine.prefill_chunk)
         warm_up(batch)
         plain, fast = batch.decoder.generate(), batch.decoder.generate(batch.draft)
-    found = audit(batch.decoder, plain.tokens, fast.tokens)
+    verdict = audit(batch.decoder, plain.tokens, fast.tokens)
     how = [f"attention={c.attention}", *(["layers compiled"] if c.hardware.compile else [])]
     how += ["rounds captured"] if engine.hardware.captures else []
     tokens = (
         "the tokens are those without a draft"
-        if found.passed
+        if verdict.passed
         else "the tokens differ from those without a draft"
     )
     yield Finding(
-        OK if found.passed else FAILED,
+        OK if verdict.passed else FAILED,
         "round",
         f"{', '.join(how)}; {tokens}; {watch.seconds:.1f} s",
     )
@@ -238,20 +244,19 @@ def speed(device: torch.device) -> Iterator[Finding]:
     datasheet.
     """
     dtype = DTYPES[device.type]
-    known = device_in(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    listed = device_in(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     bandwidth, rate = ceilings.read_bandwidth(device), ceilings.matmul_rate(device, dtype)
     name = f"matmul {str(dtype).removeprefix('torch.')}"
     unit, unit_name = (1e12, "TFLOP/s") if device.type == "cuda" else (1e9, "GFLOP/s")
     figures = [
-        ("bandwidth", bandwidth, 1e9, "GB/s", known.bandwidth if known else 0.0),
-        (name, rate, unit, unit_name, known.flops if known else 0.0),
+        ("bandwidth", bandwidth, 1e9, "GB/s", listed.bandwidth if listed else 0.0),
+        (name, rate, unit, unit_name, listed.flops if listed else 0.0),
     ]
     for check, value, unit, unit_name, sheet in figures:
         text, slow = f"{value / unit:.3g} {unit_name}", value < SLOW * sheet
-        if known:
-            text += (
-                f", {value / sheet:.0%} of the {sheet / unit:,.0f} in the datasheet of {known.name}"
-            )
+        if listed:
+            share = f"{value / sheet:.0%} of the {sheet / unit:,.0f}"
+            text += f", {share} in the datasheet of {listed.name}"
         if slow:
             text += "; is another process using the GPU, or is it throttled?"
         yield Finding(NOTE if slow else OK, check, text)
@@ -268,11 +273,11 @@ def sums(device: torch.device) -> Iterator[Finding]:
         return
     large, small = f"{ALL_REDUCED >> 20} MiB", f"{2 * STEP_VALUES >> 10} KiB"
 
-    def rate(found: float) -> str:
-        return f"{count} GPUs sum {large} at {found / 1e9:.3g} GB/s a GPU"
+    def rate(bytes_per_s: float) -> str:
+        return f"{count} GPUs sum {large} at {bytes_per_s / 1e9:.3g} GB/s a GPU"
 
-    def seconds(found: float) -> str:
-        return f"{count} GPUs sum {small} in {found * 1e6:.0f} us, in a captured graph"
+    def seconds(duration: float) -> str:
+        return f"{count} GPUs sum {small} in {duration * 1e6:.0f} us, in a captured graph"
 
     yield _on_ranks(count, "NCCL", rate, ceilings.all_reduce_rate, ALL_REDUCED)
     for way in ("nccl", "symmetric"):

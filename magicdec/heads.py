@@ -202,7 +202,7 @@ def head_from(
         own_head="lm_head.weight" in has,
         maps_vocabulary="d2t" in has,
         layer_prefix=next(
-            (prefix for prefix in PREFIXES if any(one.startswith(prefix) for one in has)),
+            (prefix for prefix in PREFIXES if any(name.startswith(prefix) for name in has)),
             PREFIXES[0],
         ),
     )
@@ -211,14 +211,14 @@ def head_from(
 def unread_keys_of_head(plain: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of a head's config.json that `head_from` does not read, with their values."""
     layer, nested = plain.get(LAYER, plain), plain.get("eagle_config") or {}
-    own = {entry.name for entry in fields(HeadFile)} | {*BOOKKEEPING, LAYER}
-    found = unread_keys(layer, expected=own)
+    read_of_layer = {entry.name for entry in fields(HeadFile)} | {*BOOKKEEPING, LAYER}
+    unread = unread_keys(layer, expected=read_of_layer)
     if layer is not plain:
-        read = own | WITHOUT_EFFECT | {"model_type", "tie_word_embeddings"}
-        found |= {
+        read = read_of_layer | WITHOUT_EFFECT | {"model_type", "tie_word_embeddings"}
+        unread |= {
             key: value for key, value in plain.items() if key not in read and value is not None
         }
-    known = {entry.name for entry in fields(EagleConfig)}
-    return found | {
-        f"eagle_config.{key}": value for key, value in nested.items() if key not in known
+    read_nested = {entry.name for entry in fields(EagleConfig)}
+    return unread | {
+        f"eagle_config.{key}": value for key, value in nested.items() if key not in read_nested
     }

@@ -207,22 +207,22 @@ def unread_keys(plain: Mapping[str, Any], expected: Collection[str] = ()) -> dic
     family = FAMILIES[plain["model_type"]]
     taken, other = _rope_keys(plain)
     read = {entry.name for entry in fields(HuggingFace)} | {*SUPPORTED, *WITHOUT_EFFECT, *expected}
-    found = {key: value for key, value in plain.items() if key not in read and value is not None}
-    found |= {key: plain[key] for key in family.ignored if plain.get(key)}
+    unread = {key: value for key, value in plain.items() if key not in read and value is not None}
+    unread |= {key: plain[key] for key in family.ignored if plain.get(key)}
     rope = plain.get(taken) or {}
     kind = parse(Rope, rope).given_type
     usual = {*ROPE_NAMES, *ROPE_KEYS[kind]}
-    found |= {
+    unread |= {
         f"{taken}.{key}": rope[key] for key in rope if key not in usual and rope[key] is not None
     }
     if plain.get(other) and plain[other] != rope:
-        found[other] = plain[other]
+        unread[other] = plain[other]
     if (theta := plain.get("rope_theta")) is not None and rope.get("rope_theta", theta) != theta:
-        found["rope_theta"] = theta
+        unread["rope_theta"] = theta
     if "original_max_position_embeddings" not in ROPE_KEYS[kind]:
         original = plain.get("original_max_position_embeddings")
-        found |= {} if original is None else {"original_max_position_embeddings": original}
-    return found
+        unread |= {} if original is None else {"original_max_position_embeddings": original}
+    return unread
 
 
 def unread_processors(plain: Mapping[str, Any]) -> dict[str, Any]:
@@ -361,14 +361,16 @@ def _rope(config: HuggingFace) -> tuple[float, RopeScaling | None]:
     if rope.mscale and rope.mscale_all_dim:
         raise Unsupported("YaRN with mscale is not supported")
     names = [entry.name for entry in fields(RopeScaling)]
-    known: dict[str, Any] = {
+    values: dict[str, Any] = {
         name: value for name in names if (value := getattr(rope, name, None)) is not None
     }
     if kind in ("llama3", "yarn"):
         original = config.original_max_position_embeddings or rope.original_max_position_embeddings
-        known["original_max_position_embeddings"] = original or config.max_position_embeddings
-    if kind == "yarn" and "factor" not in known:
-        known["factor"] = config.max_position_embeddings / known["original_max_position_embeddings"]
-    if "factor" not in known and kind in ROPE_KINDS:
+        values["original_max_position_embeddings"] = original or config.max_position_embeddings
+    if kind == "yarn" and "factor" not in values:
+        values["factor"] = (
+            config.max_position_embeddings / values["original_max_position_embeddings"]
+        )
+    if "factor" not in values and kind in ROPE_KINDS:
         raise UserError(f"rope scaling {kind} needs factor")
-    return theta, RopeScaling(kind=kind, **({"factor": 1.0} | known))
+    return theta, RopeScaling(kind=kind, **({"factor": 1.0} | values))

@@ -187,19 +187,19 @@ def parse_values(kind: type[T], plain: Any, where: str, key: str = "") -> dict[s
         raise UserError(
             f"{where}: {key}{'=' * bool(key)}{SHORT.repr(plain)}: must be a JSON object"
         )
-    adapter, found = TypeAdapter(kind), {}
+    adapter, typed = TypeAdapter(kind), {}
     for name, value in plain.items():
         try:
-            found[name] = adapter.validate_python(value, strict=True)
+            typed[name] = adapter.validate_python(value, strict=True)
         except ValidationError as error:
             raise refusal(error, f"{key}.{printable(name[:100])}".strip("."), where) from None
-    return found
+    return typed
 
 
 def refusal(error: ValidationError, key: str = "", where: str = "") -> BadValue:
     """Return the error of the first value that breaks a rule; missing ones come last."""
     return bad_value(
-        min(error.errors(), key=lambda one: one["type"].startswith("missing")), key, where
+        min(error.errors(), key=lambda detail: detail["type"].startswith("missing")), key, where
     )
 
 

@@ -96,6 +96,6 @@ def _cgroups() -> list[Path]:
         if controllers and "cpu" not in controllers.split(","):
             continue
         root = CGROUPS / controllers if controllers else CGROUPS
-        own = root / path.lstrip("/")
-        folders += [own, *(parent for parent in own.parents if parent.is_relative_to(root))]
+        folder = root / path.lstrip("/")
+        folders += [folder, *(parent for parent in folder.parents if parent.is_relative_to(root))]
     return folders

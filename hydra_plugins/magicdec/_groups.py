@@ -52,12 +52,12 @@ class Titles:
         """Return the line of the next job."""
         left = self.total - self.begun
         self.begun += 1
-        own = " ".join(text for text in job.overrides if text not in self.common)
-        own = f"repeat {job.turn}: {own}" if job.turn else own
+        typed = " ".join(text for text in job.overrides if text not in self.common)
+        typed = f"repeat {job.turn}: {typed}" if job.turn else typed
         minutes = left / at_once * fmean(self.seconds) / 60 if self.seconds else 0
         return (
             f"[{self.begun}/{self.total}]"
-            f" {own}{f', about {minutes:.0f} min left' if minutes >= 1 else ''}"
+            f" {typed}{f', about {minutes:.0f} min left' if minutes >= 1 else ''}"
         )
 
 

@@ -266,13 +266,13 @@ class ProcessLauncher(Launcher):
 
 def command(job: SweepJob, hydra: DictConfig) -> list[str]:
     """Return the command of the sweep with one job's overrides in place of the grid."""
-    own = [text for text in hydra.overrides.hydra if not text.startswith(OF_THE_SWEEP)]
+    of_hydra = [text for text in hydra.overrides.hydra if not text.startswith(OF_THE_SWEEP)]
     paths = {"main": "--config-path", "command-line": "--config-dir"}
     places = [
         (paths[s.provider], s.path) for s in hydra.runtime.config_sources if s.provider in paths
     ]
     flags = [f"--config-name={hydra.job.config_name}", *(f"{flag}={path}" for flag, path in places)]
-    return [sys.argv[0], *flags, *job.overrides, *own]
+    return [sys.argv[0], *flags, *job.overrides, *of_hydra]
 
 
 def lost_code(job: SweepJob, pid: int, config: DictConfig) -> int:

@@ -30,7 +30,7 @@ def choose(
         if reason is None:
             break
         passed_over.append(f"{candidate} {reason}")
-    version = BACKENDS[candidate].work.found()
+    version = BACKENDS[candidate].work.version()
     chosen = [f"attention=auto: {candidate} is the fastest at hand", *filter(None, [version])]
     return candidate, "; ".join([*chosen, *passed_over])
 
@@ -41,8 +41,15 @@ def _best_first(device: torch.device) -> list[str]:
     """
     names = list(BACKENDS) if device.type == "cuda" else BACKENDS.within("magicdec.attention")
     facts = [BACKENDS[name].facts for name in names]
-    own = [one for one in facts if one.priority is not None and one.device in (None, device.type)]
-    return [one.name for one in sorted(own, key=lambda one: one.priority or 0, reverse=True)]
+    usable = [
+        backend
+        for backend in facts
+        if backend.priority is not None and backend.device in (None, device.type)
+    ]
+    return [
+        backend.name
+        for backend in sorted(usable, key=lambda backend: backend.priority or 0, reverse=True)
+    ]
 
 
 def usable(device: torch.device, dtype: torch.dtype, head_dims: Iterable[int]) -> list[str]:

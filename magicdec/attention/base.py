@@ -89,7 +89,7 @@ class Attention(ABC, Generic[AttentionPlan]):
         return None
 
     @classmethod
-    def found(cls) -> str:
+    def version(cls) -> str:
         """Return which version of its library was found, and why not a better one; empty without a
         library.
         """

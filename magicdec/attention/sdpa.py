@@ -211,12 +211,12 @@ def _own_slots(seqlens_B: Tensor, num_new: int) -> Tensor:
     return seqlens_B.long()[:, None] - num_new + torch.arange(num_new, device=seqlens_B.device)
 
 
-def _hidden(slot: Tensor, own: Tensor, window: int | None, position: Tensor) -> Tensor:
+def _hidden(slot: Tensor, query: Tensor, window: int | None, position: Tensor) -> Tensor:
     """Return whether the token in slot `own` may not see `slot`, whose token is at `position` (all
     broadcast).
     """
-    hidden = slot > own
-    return hidden if window is None else hidden | (position <= own - window)
+    hidden = slot > query
+    return hidden if window is None else hidden | (position <= query - window)
 
 
 def _fold(q_BTHD: Tensor, num_kv_heads: int) -> Tensor:

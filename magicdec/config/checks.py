@@ -28,40 +28,40 @@ ONLY_AUTO = ("scenario.precision", "scenario.max_minutes")  # read with scenario
 
 def validate(config: Config) -> None:
     """Raise UserError for the first mistake."""
-    found = [
+    rules = [
         *([_peer] if config.engine.name != "native" else []),
         *([_peers_draft] if config.speculates and not config.engine.has_our_drafts else []),
         _run,
     ]
     if config.speculates:
-        found += [_draft, _budget, _noise]
-    for mistakes in found:
+        rules += [_draft, _budget, _noise]
+    for mistakes in rules:
         for mistake in mistakes(config):
             raise UserError(mistake)
 
 
 def warnings(config: Config) -> list[str]:
     """Return a line for each setting that is legal but probably not meant."""
-    found = []
+    lines = []
     draft, cache, sampling = config.draft, config.cache, config.sampling
     context_len = config.batch.context_len
     is_ours = config.engine.name == "native"
     if is_ours and draft.is_target and not cache.has_budget and draft.quantization == "none":
-        found.append(
+        lines.append(
             "cache=full with draft=self: the target drafts for itself over its own cache, which"
             " saves nothing"
         )
-    for key, one in config.budgeted.items():
-        if one.budget >= context_len:
-            found.append(
-                f"{key}.budget={one.budget} holds all of batch.context_len={context_len}: it saves"
-                " nothing"
+    for key, limited in config.budgeted.items():
+        if limited.budget >= context_len:
+            lines.append(
+                f"{key}.budget={limited.budget} holds all of batch.context_len={context_len}:"
+                " it saves nothing"
             )
     for name, value in (("top_k", sampling.top_k), ("top_p", sampling.top_p)):
         if sampling.temperature == 0 and value is not None:
             why = "at sampling.temperature=0 the likeliest token is taken"
-            found.append(f"sampling.{name}={value} has no effect: {why}")
-    return found
+            lines.append(f"sampling.{name}={value} has no effect: {why}")
+    return lines
 
 
 def refuse_unread(config: Config, overrides: Sequence[str]) -> list[str]:
@@ -70,11 +70,11 @@ def refuse_unread(config: Config, overrides: Sequence[str]) -> list[str]:
 
     Keys of `scenario` are of that kind: one command line may serve several scenarios.
     """
-    found = unread(config, overrides)
-    for line in found:
+    lines = unread(config, overrides)
+    for line in lines:
         if not line.lstrip("+").startswith("scenario."):
             raise UserError(line)
-    return found
+    return lines
 
 
 def unread(config: Config, overrides: Sequence[str]) -> list[str]:
@@ -85,21 +85,21 @@ def unread(config: Config, overrides: Sequence[str]) -> list[str]:
     chosen |= {
         group: getattr(config, group).name for group in ("draft", "data", "engine", "scenario")
     }
-    found = []
+    lines = []
     for override in overrides:
         group, _, key = override.lstrip("+").partition("=")[0].partition(".")
         option = chosen.get(group)
         if instead := config.scenario.at.get(f"{group}.{key}"):
-            found.append(
+            lines.append(
                 f"{override} has no effect with scenario={config.scenario.name}; set {instead}"
             )
         elif (
             f"{group}.{key}" in ONLY_AUTO and getattr(config.scenario, "repeats", "auto") != "auto"
         ):
-            found.append(f"{override} has no effect without scenario.repeats=auto")
+            lines.append(f"{override} has no effect without scenario.repeats=auto")
         elif key and option and key.partition(".")[0] not in read_keys(group, option):
-            found.append(f"{override} has no effect with {group}={option}")
-    return found
+            lines.append(f"{override} has no effect with {group}={option}")
+    return lines
 
 
 def refuse_secrets(given: Any, key: str = "") -> None:

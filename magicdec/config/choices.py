@@ -263,7 +263,7 @@ class DraftConfig:
     def budgeted(self, cache: CacheConfig) -> dict[str, CacheConfig]:
         """Return the caches whose `budget` bounds what the draft reads, by key."""
         caches = {} if self.name == "none" else self.caches(cache)
-        return {key: one for key, one in caches.items() if one.has_budget}
+        return {key: cache for key, cache in caches.items() if cache.has_budget}
 
     def gammas(self, cache: CacheConfig) -> tuple[int, ...]:
         """Return the gammas to use: for auto all that fit into the budgets; (0,) without a
@@ -273,7 +273,8 @@ class DraftConfig:
             return (0,)
         if self.gamma != "auto":
             return (int(self.gamma),)
-        least = min((one.budget for one in self.budgeted(cache).values()), default=math.inf)
+        budgets = [limited.budget for limited in self.budgeted(cache).values()]
+        least = min(budgets, default=math.inf)
         return tuple(gamma for gamma in AUTO_GAMMAS if gamma < least) or AUTO_GAMMAS[:1]
 
     @property

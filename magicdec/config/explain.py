@@ -149,10 +149,12 @@ def unknown_key(key: str) -> str:
     group.
     """
     keys, (parent, _, name) = list(known_keys()), key.rpartition(".")
-    siblings = [known.rpartition(".")[2] for known in keys if known.rpartition(".")[0] == parent]
+    siblings = [
+        full_key.rpartition(".")[2] for full_key in keys if full_key.rpartition(".")[0] == parent
+    ]
     if parent in keys and not siblings:
         return f"unknown key {key}; {parent} has no keys: write {parent}=VALUE"
-    namesakes = [known for known in keys if known.endswith(f".{name}")]
+    namesakes = [full_key for full_key in keys if full_key.endswith(f".{name}")]
     close = difflib.get_close_matches(name, siblings, n=1)
     if close or namesakes:
         meant = f"{parent}.{close[0]}".lstrip(".") if close else namesakes[0]
@@ -172,31 +174,31 @@ def _explain_text(error: Exception, overrides: Sequence[str]) -> str | None:
         return next(_within_null(overrides), None)
     if "Could not override 'target@draft.model'" in text:
         return "target@draft.model: this draft has no model of its own; use draft=model"
-    if (found := NOT_A_GROUP.match(text)) and found[2] in known_keys():
+    if (match := NOT_A_GROUP.match(text)) and match[2] in known_keys():
         return (
-            f"{found[1]}.yaml: {found[2]} is a key and no group: write {found[2]}: VALUE below the"
+            f"{match[1]}.yaml: {match[2]} is a key and no group: write {match[2]}: VALUE below the"
             " defaults"
         )
     if "must be a string or a list" in text:
         return next(_not_an_option(overrides), text)
-    if found := re.match(
+    if match := re.match(
         r"Ambiguous value for argument '(.*)'|Sweep parameters '(.*)' requires", text
     ):
         return (
-            f"{found[1] or found[2]}: several values need -m; a list is written [a,b], a text"
+            f"{match[1] or match[2]}: several values need -m; a list is written [a,b], a text"
             " \"key='a,b'\""
         )
-    found = re.match(r"Multiple values for (\S+)\. To override a value use 'override (.*)'", text)
-    if found and not any(typed.startswith("+") and found[1] in typed for typed in overrides):
+    match = re.match(r"Multiple values for (\S+)\. To override a value use 'override (.*)'", text)
+    if match and not any(typed.startswith("+") and match[1] in typed for typed in overrides):
         file = next((typed for typed in overrides if typed.startswith("experiment=")), "an option")
-        return f"{file}: {found[1]} is chosen already; write `override /{found[2]}` in its defaults"
-    if found := re.match(
+        return f"{file}: {match[1]} is chosen already; write `override /{match[2]}` in its defaults"
+    if match := re.match(
         r"Multiple values for (\S+)\.|Could not append to config. An item is already at '(.*)'",
         text,
     ):
-        return f"{found[1] or found[2]} is there already: leave out the +"
-    if found := re.search(r"use (\+\S+=\S+)", text):
-        return f"{found[1][1:]}: write {'-m ' if found[1].startswith('+sweeps=') else ''}{found[1]}"
+        return f"{match[1] or match[2]} is there already: leave out the +"
+    if match := re.search(r"use (\+\S+=\S+)", text):
+        return f"{match[1][1:]}: write {'-m ' if match[1].startswith('+sweeps=') else ''}{match[1]}"
     if isinstance(error, AssertionError | AttributeError):
         return None
     return re.split(r"(?:Config s|S)earch path:|See http", text)[0]

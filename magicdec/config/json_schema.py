@@ -59,20 +59,22 @@ def schemas() -> dict[str, Schema]:
     kinds = get_type_hints(Config, include_extras=True)
     groups = {name: group_schema(name, kind) for name, kind in kinds.items()}
     definitions = {
-        name: one for schema in groups.values() for name, one in schema.pop("$defs", {}).items()
+        name: definition
+        for schema in groups.values()
+        for name, definition in schema.pop("$defs", {}).items()
     }
     keys = {
-        name: one if "properties" in one else {"anyOf": [one, LATER]}
-        for name, one in groups.items()
+        name: schema if "properties" in schema else {"anyOf": [schema, LATER]}
+        for name, schema in groups.items()
     }
     whole = {
         "type": "object",
         "properties": keys | {"hydra": {}, "defaults": DEFAULTS},
         "additionalProperties": False,
     }
-    found = {name: schema for name, schema in groups.items() if "properties" in schema}
-    found |= dict.fromkeys(("config", "experiment", "local"), whole)
-    return {name: schema | {"$defs": definitions} for name, schema in found.items()}
+    of_groups = {name: schema for name, schema in groups.items() if "properties" in schema}
+    of_groups |= dict.fromkeys(("config", "experiment", "local"), whole)
+    return {name: schema | {"$defs": definitions} for name, schema in of_groups.items()}
 
 
 def group_schema(name: str, kind: Any) -> Schema:
@@ -116,16 +118,16 @@ def _of(kind: Any) -> Schema:
 
 def _open(schema: Schema) -> Schema:
     """Return a schema whose keys may all be missing, or come later."""
-    found = {
+    opened = {
         key: value for key, value in schema.items() if key not in ("required", "default", "title")
     }
-    if "properties" in found:
-        found["properties"] = {
-            key: {"anyOf": [_open(one), LATER]} for key, one in found["properties"].items()
+    if "properties" in opened:
+        opened["properties"] = {
+            key: {"anyOf": [_open(schema), LATER]} for key, schema in opened["properties"].items()
         }
-        found["properties"]["defaults"] = DEFAULTS
-    if "architecture" in found.get("properties", {}):  # the name of a config.json, too
-        found["properties"]["architecture"]["anyOf"].append({"type": "string"})
-    if "$defs" in found:
-        found["$defs"] = {name: _open(one) for name, one in found["$defs"].items()}
-    return found
+        opened["properties"]["defaults"] = DEFAULTS
+    if "architecture" in opened.get("properties", {}):  # the name of a config.json, too
+        opened["properties"]["architecture"]["anyOf"].append({"type": "string"})
+    if "$defs" in opened:
+        opened["$defs"] = {name: _open(schema) for name, schema in opened["$defs"].items()}
+    return opened

@@ -56,10 +56,10 @@ def check_is_read(group: str, name: str, file: Path, key: str) -> None:
     """Raise UserError where an option to be written as `file` would never be read: another one
     takes precedence.
     """
-    found = option_file(group, name)
-    if found is not None and found.resolve() != file.resolve():
+    first = option_file(group, name)
+    if first is not None and first.resolve() != file.resolve():
         raise UserError(
-            f"{key}: {group}={name} is an option already ({found}), which is read first; choose"
+            f"{key}: {group}={name} is an option already ({first}), which is read first; choose"
             " another name"
         )
 

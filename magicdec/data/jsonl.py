@@ -143,17 +143,17 @@ def _row(place: Place, keys: Fields, request: PromptRequest) -> Row:
 
     def value(key: str) -> Any:
         path = getattr(keys, key)
-        found = None if path is None else field(content, path, f"data.{key}", where)
-        if path is not None and found is None:
+        value = None if path is None else field(content, path, f"data.{key}", where)
+        if path is not None and value is None:
             raise Unfit(f"{where}: data.{key}={path}: there is no value")
-        return found
+        return value
 
-    def count(key: str, found: Any) -> int:
-        if not isinstance(found, int) or isinstance(found, bool) or found < 1:
+    def count(key: str, value: Any) -> int:
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise Unfit(
-                f"{where}: data.{key}={getattr(keys, key)}: {found!r} is no number of tokens"
+                f"{where}: data.{key}={getattr(keys, key)}: {value!r} is no number of tokens"
             )
-        return found
+        return value
 
     if keys.speaker and (speaker := value("speaker")) not in USERS:
         raise Unfit(f"{where}: data.speaker={keys.speaker}: {speaker!r} begins, not the user")
@@ -185,40 +185,40 @@ def _prompt(content: Any, keys: Fields, where: str) -> str | list[dict[str, Any]
         path = path.replace("\\n", "\n").replace("\\t", "\t")  # as a shell leaves them
         parts = re.split(r"\{(.+?)\}", path)
         parts[1::2] = [str(field(content, name, "data.prompt", where)) for name in parts[1::2]]
-        found: Any = "".join(parts)
+        value: Any = "".join(parts)
     else:
-        found = field(content, path, "data.prompt", where)
-    if is_chat(found):
-        return found
-    if not isinstance(found, str):
+        value = field(content, path, "data.prompt", where)
+    if is_chat(value):
+        return value
+    if not isinstance(value, str):
         raise Unfit(f"{where}: data.prompt={path} must be a text or messages")
-    if keys.placeholder and found.startswith(keys.placeholder):
+    if keys.placeholder and value.startswith(keys.placeholder):
         raise Unfit(f"{where}: the prompt is a placeholder")
-    return [{"role": "user", "content": found}] if keys.chat else found
+    return [{"role": "user", "content": value}] if keys.chat else value
 
 
-def _seconds(found: Any, keys: Fields, where: str) -> float:
-    if isinstance(found, str):
+def _seconds(value: Any, keys: Fields, where: str) -> float:
+    if isinstance(value, str):
         try:
-            at = datetime.fromisoformat(found)
+            at = datetime.fromisoformat(value)
             return at.replace(tzinfo=at.tzinfo or UTC).timestamp()
         except ValueError:
             pass
-    elif isinstance(found, int | float) and abs(found) < float("inf"):
-        return found * keys.arrival_unit_s
+    elif isinstance(value, int | float) and abs(value) < float("inf"):
+        return value * keys.arrival_unit_s
     raise Unfit(
-        f"{where}: data.arrival={keys.arrival}: {found!r} is neither a number nor a date and time"
+        f"{where}: data.arrival={keys.arrival}: {value!r} is neither a number nor a date and time"
     )
 
 
 def _filled(lengths: list[int], keys: Fields, request: PromptRequest) -> list[list[int]]:
     """Return prompts of these lengths, all of them different parts of the filler's text."""
     prefix = list(request.prefix)
-    own = [max(0, length - len(prefix)) for length in lengths]
-    size = max(1, *own)
+    bodies = [max(0, length - len(prefix)) for length in lengths]
+    size = max(1, *bodies)
     places: list[tuple[int, int]] = []
     used: list[int] = []  # tokens of each window
-    for length in own:  # into the first window that has room
+    for length in bodies:  # into the first window that has room
         number = next(
             (number for number, taken in enumerate(used) if taken + length <= size), len(used)
         )
@@ -232,5 +232,5 @@ def _filled(lengths: list[int], keys: Fields, request: PromptRequest) -> list[li
         raise UserError(str(error).replace("data.path", "data.filler")) from None
     return [
         [*prefix[:whole], *windows[number][start : start + length]]
-        for (number, start), length, whole in zip(places, own, lengths, strict=True)
+        for (number, start), length, whole in zip(places, bodies, lengths, strict=True)
     ]

@@ -40,10 +40,10 @@ def load(request: PromptRequest) -> Prompts:
     return Prompts(tokens, sources)
 
 
-def too_few(corpus: str, wanted: int, found: int, left_out: str = "") -> UserError:
+def too_few(corpus: str, wanted: int, available: int, left_out: str = "") -> UserError:
     """Return the error for a file with too few prompts."""
     return UserError(
-        f"{corpus}: {wanted} rows need as many prompts, the file has {found}{left_out}; "
+        f"{corpus}: {wanted} rows need as many prompts, the file has {available}{left_out}; "
         "lower batch.size or scenario.num_requests"
     )
 

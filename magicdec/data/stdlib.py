@@ -83,7 +83,7 @@ def _modules(root: Path) -> dict[str, list[Path]]:
     Which of the two holds the code changes between Python versions; the module's public name is
     that of both.
     """
-    found: dict[str, list[Path]] = {}
+    packages: dict[str, list[Path]] = {}
     for path in sorted(_sources(root)):
         relative = path.relative_to(root).as_posix()
         name = relative.partition("/")[0].removesuffix(".py")
@@ -92,12 +92,14 @@ def _modules(root: Path) -> dict[str, list[Path]]:
             or name.startswith(SKIPPED_PREFIXES)
             or relative in SKIPPED_FILES
         ):
-            found.setdefault(name, []).append(path)
+            packages.setdefault(name, []).append(path)
     modules: dict[str, list[Path]] = {}
-    for name, files in found.items():
+    for name, files in packages.items():
         public = _public_name(name)
         modules[public] = max(
-            files, modules.get(public, []), key=lambda own: sum(path.stat().st_size for path in own)
+            files,
+            modules.get(public, []),
+            key=lambda paths: sum(path.stat().st_size for path in paths),
         )
     return modules
 

@@ -42,14 +42,14 @@ def files_at(path: Path, corpus: str, suffixes: frozenset[str] = SUFFIXES) -> di
         return {path.name: path}
     if not path.is_dir():
         raise UserError(f"{corpus}: no such file or folder")
-    found = {
+    paths = {
         p.relative_to(path): p
         for p in path.rglob("*")
         if p.suffix.lower() in suffixes and p.is_file()
     }
     files = {
         name.as_posix(): p
-        for name, p in found.items()
+        for name, p in paths.items()
         if not any(part.startswith(".") for part in name.parts)
     }
     if not files:

@@ -39,8 +39,8 @@ def _config(folder: Path) -> Any:
     """
     from transformers import PretrainedConfig
 
-    own, model = _json(folder / "tokenizer_config.json"), _json(folder / "config.json")
-    if not own.get("tokenizer_class") or "auto_map" in own or "model_type" not in model:
+    settings, model = _json(folder / "tokenizer_config.json"), _json(folder / "config.json")
+    if not settings.get("tokenizer_class") or "auto_map" in settings or "model_type" not in model:
         return None
     config: Any = PretrainedConfig()
     config.name_or_path, config.model_type = str(folder), model["model_type"]
@@ -94,8 +94,8 @@ class Detokenizer:
     def add(self, tokens: list[int], last: bool = False) -> str:
         """Return the text that these tokens add."""
         self._tokens += tokens
-        decode, known = self._tokenizer.decode, self._tokens[self._start : self._told]
-        before = decode(known, skip_special_tokens=True)
+        decode, told = self._tokenizer.decode, self._tokens[self._start : self._told]
+        before = decode(told, skip_special_tokens=True)
         now = decode(self._tokens[self._start :], skip_special_tokens=True)
         if now.endswith("\ufffd") and not last:
             return ""

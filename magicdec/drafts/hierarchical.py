@@ -79,8 +79,10 @@ class InnerDraft(IndependentDraft):
         assert isinstance(draft, Hierarchical)
         assert draft.cache is not None
         slots = draft.round_slots(spec.gamma)
-        own = replace(spec, draft=replace(draft, inner_gamma=0), cache=draft.cache, gamma=slots - 1)
-        return cls.build(own, lag=spec.gamma + 1)
+        inner = replace(
+            spec, draft=replace(draft, inner_gamma=0), cache=draft.cache, gamma=slots - 1
+        )
+        return cls.build(inner, lag=spec.gamma + 1)
 
     def propose_first(self, state: State, gamma: int) -> Proposal:
         """Feed what the cache lacks, then propose. A shorter sequence lacks less, and repeats its

@@ -114,12 +114,12 @@ class SuffixDraft(Draft):
     def _read(self, state: State, active: list[int]) -> None:
         """Copy the tokens that are new since the last call."""
         lengths, pad = state.num_tokens_B.tolist(), self.max_suffix
-        known = {
+        read = {
             row: self._lengths[row] if self._lengths[row] <= lengths[row] else 0 for row in active
         }
-        if width := max((lengths[row] - known[row] for row in active), default=0):
+        if width := max((lengths[row] - read[row] for row in active), default=0):
             recent_BT = state.recent_BT(width).cpu().numpy()
-            for row, before in known.items():
+            for row, before in read.items():
                 self._lengths[row] = now = lengths[row]
                 self._texts_BS[row, pad + before : pad + now] = recent_BT[
                     row, width - (now - before) :

@@ -78,7 +78,7 @@ class Estimate:
 
     def seconds_per_token(self, seconds: Mapping[int, float]) -> dict[int, float]:
         """Return the seconds per token of rounds that take so long, by gamma."""
-        return {gamma: one / self.tokens(gamma) for gamma, one in seconds.items()}
+        return {gamma: duration / self.tokens(gamma) for gamma, duration in seconds.items()}
 
 
 def better(costs: Mapping[int, float], gamma: int) -> int:

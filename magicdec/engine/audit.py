@@ -161,27 +161,27 @@ class Audit:
     def metrics(self) -> dict[str, float | str]:
         """Return the evidence, by the names of result.json."""
         outputs = {"lossless/": self.speculative, "lossless/baseline_": self.baseline}
-        found: dict[str, float | str] = {
+        figures: dict[str, float | str] = {
             f"{name}outside_tokens": score.outside for name, score in outputs.items()
         }
         if reason := self.verdict[1]:
-            found["lossless/reason"] = reason
-        found |= {
+            figures["lossless/reason"] = reason
+        figures |= {
             f"lossless/prompt_{name}": getattr(self.prompts, name)
             for name in ("checked", "wrong", "max_error")
         }
-        found["time/audit_prompts_s"] = self.prompts.seconds
+        figures["time/audit_prompts_s"] = self.prompts.seconds
         if self.greedy:
-            found |= {
+            figures |= {
                 "lossless/different_rows": self.different,
                 "lossless/excused_rows": self.excused,
             }
-            return found | {
+            return figures | {
                 f"{name}max_logit_gap": score.max_logit_gap for name, score in outputs.items()
             }
         if (power := self.speculative.power) is not None:
-            found["lossless/power"] = power
-        return found | {f"{name}z_score": score.z for name, score in outputs.items()}
+            figures["lossless/power"] = power
+        return figures | {f"{name}z_score": score.z for name, score in outputs.items()}
 
 
 def audit(

@@ -304,10 +304,10 @@ class Answer:
         try:
             rounds = iter(self._stream.request.chunk_rounds)  # which grows with the chunks
             async for tokens in self._stream:
-                known = len(self._text.tokens)
+                before = len(self._text.tokens)
                 text = self._text.add(tokens)
                 self._rounds.update(next(rounds))
-                yield text, self._text.tokens[known:]
+                yield text, self._text.tokens[before:]
                 if self._text.stopped:
                     return
         except RuntimeError as error:

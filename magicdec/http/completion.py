@@ -61,15 +61,15 @@ class Strict(BaseModel):
     def _drop_neutral(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
-        known, neutral = cls.model_fields, cls.neutral
+        fields, neutral = cls.model_fields, cls.neutral
         kept = {
             key: value
             for key, value in given.items()
             if value is not None and value not in neutral.get(key, ())
         }
         # Report the first mistake only: there may be a million.
-        unknown = next((key for key in kept if key not in known), None)
-        return {key: value for key, value in kept.items() if key in known or key == unknown}
+        unknown = next((key for key in kept if key not in fields), None)
+        return {key: value for key, value in kept.items() if key in fields or key == unknown}
 
 
 class StreamOptions(Strict):
@@ -114,7 +114,7 @@ class Generation(Strict):
     def _stops(cls, stop: Any) -> list[str]:
         """Accept a text or a list of texts."""
         stops = [stop] if isinstance(stop, str) else stop
-        if not isinstance(stops, list) or not all(isinstance(one, str) and one for one in stops):
+        if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
             raise ValueError("must be a text or a list of texts that are not empty")
         if len(stops) > MOST_STOPS:
             raise ValueError(f"at most {MOST_STOPS} stop strings")
@@ -240,7 +240,7 @@ class Chat(Generation):
             raise UserError(
                 f"model={self.model} has no chat template; send a prompt to /v1/completions"
             )
-        messages = [one.model_dump(exclude_none=True) for one in self.messages]
+        messages = [message.model_dump(exclude_none=True) for message in self.messages]
         try:
             text = tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=True
@@ -311,10 +311,10 @@ class StoppableText:
     def _grown(self, new: str, last: bool) -> str:
         """Return the text that is not held back any more."""
         text = self._held + new
-        found = [at for at in map(text.find, self._stops) if at >= 0]
-        self.stopped = bool(found)
-        end = min(found) if found else len(text)
-        if not (found or last):
+        places = [at for at in map(text.find, self._stops) if at >= 0]
+        self.stopped = bool(places)
+        end = min(places) if places else len(text)
+        if not (places or last):
             end -= max((_overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[end:]
         return text[:end]

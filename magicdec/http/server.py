@@ -46,8 +46,12 @@ class Connection(H11Protocol):
         super().connection_made(transport)
         self._deadline = self.loop.call_later(HEAD_S, self._give_up)
         if self.limit_concurrency and len(self.connections) >= self.limit_concurrency:
-            waiting = [one for one in cast(set[Connection], self.connections) if one._waits]
-            min(waiting, key=lambda one: one._deadline.when())._give_up()
+            waiting = [
+                connection
+                for connection in cast(set[Connection], self.connections)
+                if connection._waits
+            ]
+            min(waiting, key=lambda connection: connection._deadline.when())._give_up()
 
     @override
     def on_response_complete(self) -> None:

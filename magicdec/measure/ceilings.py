@@ -101,9 +101,9 @@ def fastest_s(work: Callable[[], object], device: torch.device, repeats: int = R
 
 def seconds_of(work: Callable[[], object], device: torch.device, repeats: int) -> list[float]:
     """Return the seconds of each of several repeats."""
-    found = []
+    samples = []
     for _ in range(repeats):
         with Stopwatch(device) as watch:
             work()
-        found.append(watch.seconds)
-    return found
+        samples.append(watch.seconds)
+    return samples

@@ -109,10 +109,10 @@ def largest_batch(total: Callable[[int], float], num_rows: int, available: float
     """Return the most rows, fewer than `num_rows`, whose `total` bytes are `available`. Bytes are
     nearly linear in rows.
     """
-    one, many = total(1), total(num_rows)
-    if one > available:
+    single, many = total(1), total(num_rows)
+    if single > available:
         return 0
-    rows = 1 + int((available - one) * (num_rows - 1) / max(1, many - one))
+    rows = 1 + int((available - single) * (num_rows - 1) / max(1, many - single))
     rows = max(1, min(num_rows - 1, rows))
     while total(rows) > available:
         rows -= 1

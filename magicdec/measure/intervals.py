@@ -131,11 +131,15 @@ def speedup_intervals(
     """Return the intervals of both speedups, from each row's time per token and from the times to
     decode the batches; {} where there are none.
     """
-    found = {
+    estimates = {
         "speedup_ci95": speedup(plain_KN, fast_KN),
         "speedup_wall_ci95": speedup_wall(plain_K, fast_K),
     }
-    return {name: [exp(end) for end in one.ends] for name, one in found.items() if one}
+    return {
+        name: [exp(end) for end in estimate.ends]
+        for name, estimate in estimates.items()
+        if estimate
+    }
 
 
 def speedup(plain_KN: ArrayLike, fast_KN: ArrayLike) -> Estimate | None:
@@ -195,11 +199,11 @@ class Difference(NamedTuple):
 
 def difference(a: Estimate, b: Estimate, is_paired: bool) -> Difference:
     """Return b - a. Rows are pairs where both runs have decoded the same prompts."""
-    repeats = [part for one in (a, b) for part in one._replace(rows_N=NONE).parts]
+    repeats = [part for side in (a, b) for part in side._replace(rows_N=NONE).parts]
     if is_paired and len(a.rows_N) == len(b.rows_N):
         rows = Estimate(0.0, b.rows_N - a.rows_N).parts
     else:
-        rows = [part for one in (a, b) for part in one._replace(repeats_K=NONE).parts]
+        rows = [part for side in (a, b) for part in side._replace(repeats_K=NONE).parts]
     return Difference(b.value - a.value, rows, repeats)
 
 
@@ -220,7 +224,7 @@ def share_of_best(turns: Sequence[Mapping[int, float]], choice: int) -> Share:
     compared on the turn that had no say. That is not too low, but too high where the other turns
     choose badly: the true share is expected between the two.
     """
-    medians = {one: median(turn[one] for turn in turns) for one in turns[0]}
+    medians = {choice: median(turn[choice] for turn in turns) for choice in turns[0]}
     of_best = medians[choice] / max(medians.values())
     if len(turns) == 1:
         return Share(of_best, None)
@@ -235,4 +239,4 @@ def share_of_best(turns: Sequence[Mapping[int, float]], choice: int) -> Share:
 
 def _best(turns: Sequence[Mapping[int, float]]) -> int:
     """Return the fastest choice by the mean of its log."""
-    return max(turns[0], key=lambda one: fmean(log(turn[one]) for turn in turns))
+    return max(turns[0], key=lambda choice: fmean(log(turn[choice]) for turn in turns))

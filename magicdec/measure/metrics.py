@@ -110,11 +110,11 @@ def interval_metrics(rounds: Sequence[Rounds], times: Sequence[Times]) -> Metric
 
     `rounds` are those of each prompt.
     """
-    rows = np.array([[list(chain(*one[way])) for one in times] for way in WAYS])
+    rows = np.array([[list(chain(*repeat[way])) for repeat in times] for way in WAYS])
     _, decode, tokens = np.moveaxis(rows, -1, 0)  # way, repeat, row; see RowTimes
     decoded = tokens.all((0, 1))
     per_token = decode[..., decoded] / tokens[..., decoded]
-    walls = [[speed_metrics(one[way])["decode_s"] for one in times] for way in WAYS]
+    walls = [[speed_metrics(repeat[way])["decode_s"] for repeat in times] for way in WAYS]
     return {**acceptance_intervals(rounds), **speedup_intervals(*per_token, *walls)}
 
 
@@ -135,22 +135,24 @@ def rounds_of(generation: Generation) -> Rounds:
 
 def rounds_of_rows(generation: Generation) -> list[Rounds]:
     """Return the rounds of each row that count for acceptance."""
-    found = []
+    counted = []
     rows = zip(generation.accepted_RB.T.tolist(), generation.committed_RB.T.tolist(), strict=True)
     for accepted, committed in rows:
         at_limit = 1 + sum(committed) == generation.generate_len
-        found.append(Rounds())
+        counted.append(Rounds())
         for proposed, taken, kept in zip(generation.gammas, accepted, committed, strict=True):
             if taken != INACTIVE and is_whole(proposed, taken, kept, at_limit):
-                found[-1][proposed, taken] += 1
-    return found
+                counted[-1][proposed, taken] += 1
+    return counted
 
 
 def rounds_of_prompts(repeats: Iterable[Iterable[Generation]]) -> list[Rounds]:
     """Return the rounds of each prompt that count for acceptance; a repeat has a generation of
     every batch.
     """
-    rows = ([row for generation in one for row in rounds_of_rows(generation)] for one in repeats)
+    rows = (
+        [row for generation in repeat for row in rounds_of_rows(generation)] for repeat in repeats
+    )
     return [sum(of_prompt, Rounds()) for of_prompt in zip(*rows, strict=True)]
 
 
@@ -185,9 +187,9 @@ def category_acceptance(categories: Sequence[str], rounds: Sequence[Rounds]) -> 
     return by_category(categories, measure)
 
 
-def short_acceptance(found: Metrics) -> Metrics:
+def short_acceptance(figures: Metrics) -> Metrics:
     """Return the acceptance rate and length among acceptance metrics."""
-    return {key: found[key] for key in ("acceptance_rate", "acceptance_length") if key in found}
+    return {key: figures[key] for key in ("acceptance_rate", "acceptance_length") if key in figures}
 
 
 def usual_gamma(generations: list[Generation]) -> int:
@@ -225,21 +227,21 @@ def agreement(
     part in are compared, and only those of the profiled gamma; over a pass, a step may get longer
     by up to `growth`, as its context does.
     """
-    found: Metrics = {}
+    factors: Metrics = {}
     steps = {"target_decode": (autoregressive, 0), "round": (speculative, measured.get("gamma"))}
     for name, (generations, gamma) in steps.items():
         passes = [seconds for one in generations if (seconds := _seconds_of_all_rows(one, gamma))]
         if passes:
             time, least = 1e3 * median(map(fmean, passes)), measured[f"time/{name}_ms"]
-            found[f"agreement/{name}"] = time / min(max(time, least), least * growth)
-    return found
+            factors[f"agreement/{name}"] = time / min(max(time, least), least * growth)
+    return factors
 
 
 def _seconds_of_all_rows(generation: Generation, gamma: int | None) -> list[float]:
     """Return the seconds of the rounds of one gamma that all rows took part in."""
     num_rows = generation.accepted_RB.shape[1]
     rounds = round_history(generation)
-    return [one["seconds"] for one in rounds if one["rows"] == num_rows and one["gamma"] == gamma]
+    return [row["seconds"] for row in rounds if row["rows"] == num_rows and row["gamma"] == gamma]
 
 
 def mean_round_s(generation: Generation) -> float:
@@ -249,7 +251,7 @@ def mean_round_s(generation: Generation) -> float:
     are short, and few of all rows' rounds.
     """
     rounds = round_history(generation)
-    return fmean((one["seconds"] for one in rounds), weights=[one["rows"] for one in rounds])
+    return fmean((row["seconds"] for row in rounds), weights=[row["rows"] for row in rounds])
 
 
 def spread(values: list[float]) -> float:

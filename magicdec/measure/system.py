@@ -77,9 +77,9 @@ class Interference:
 
     def description(self) -> str | None:
         """Return what has disturbed the work so far, in words; None if nothing is known."""
-        now, own = _processor_times(), _own_ticks() - self._own
+        now, ours = _processor_times(), _own_ticks() - self._own
         total, idle = (now[i] - self._before[i] for i in (0, 1))
-        others = (total - idle - own) / total if total >= FEWEST_TICKS else 0.0
+        others = (total - idle - ours) / total if total >= FEWEST_TICKS else 0.0
         if others > DISTURBED:
             return f"other programs took {others:.0%} of the processors"
         return "other programs used the GPU" if self._gpu.metrics().get("gpu/shared") else None
@@ -159,8 +159,8 @@ class Watch:
 
     def __init__(self, device: torch.device):
         self._nvml: Any = None
-        if device.type == "cuda" and (known := _nvml(device)):
-            self._nvml, self._handle = known
+        if device.type == "cuda" and (opened := _nvml(device)):
+            self._nvml, self._handle = opened
         self._start = time.perf_counter()
         self._before: dict[str, float] = {}
         self._shared = 0
@@ -184,16 +184,16 @@ class Watch:
         """Return the seconds of slow-down since the driver was loaded, by reason, without reasons
         that this GPU does not count.
         """
-        found = {}
+        seconds = {}
         for why, policy in SLOWED_BY.items():
             try:
                 status = self._nvml.nvmlDeviceGetViolationStatus(
                     self._handle, getattr(self._nvml, policy)
                 )
-                found[why] = status.violationTime / 1e9
+                seconds[why] = status.violationTime / 1e9
             except self._nvml.NVMLError as error:
                 log.info("slow-downs by %s are not known: %s", why, error)
-        return found
+        return seconds
 
     def _others(self) -> int:
         """Return the number of other computing processes. A container may see this process under

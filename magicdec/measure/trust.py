@@ -32,13 +32,13 @@ def noise(result: Mapping[str, Any]) -> list[str]:
     """Return why a run's times cannot be trusted, in words; [] if nothing that it has measured says
     so.
     """
-    known = {key: value for key, value in result.items() if isinstance(value, int | float)}
-    spread = known.get("speedup_spread", 0.0)
-    found = [f"the speedup spreads over {spread:.0%} between repeats"] if spread > NOISY else []
+    numbers = {key: value for key, value in result.items() if isinstance(value, int | float)}
+    spread = numbers.get("speedup_spread", 0.0)
+    reasons = [f"the speedup spreads over {spread:.0%} between repeats"] if spread > NOISY else []
     for key, (factor, words) in CROSS_CHECKS.items():
-        if not 1 / factor <= known.get(key, 1.0) <= factor:
-            found.append(words.format(known[key]))
-    return found
+        if not 1 / factor <= numbers.get(key, 1.0) <= factor:
+            reasons.append(words.format(numbers[key]))
+    return reasons
 
 
 def slowness(result: Mapping[str, Any], earlier: Iterable[Mapping[str, Any]]) -> dict[str, float]:
@@ -46,7 +46,7 @@ def slowness(result: Mapping[str, Any], earlier: Iterable[Mapping[str, Any]]) ->
     autoregressive step took as in the fastest earlier attempt and as predicted, at least 1. Nothing
     within a run shows that all of it was slow.
     """
-    before = [one.get(BASELINE) for one in earlier if one.get("status") == "done"]
+    before = [attempt.get(BASELINE) for attempt in earlier if attempt.get("status") == "done"]
     others = {
         "earlier": (result.get(BASELINE), before),
         "prediction": (
@@ -54,27 +54,29 @@ def slowness(result: Mapping[str, Any], earlier: Iterable[Mapping[str, Any]]) ->
             [result.get("predicted/target_decode_ms")],
         ),
     }
-    found = {}
+    factors = {}
     for name, (time, expected) in others.items():
-        known = [float(one) for one in expected if is_number(one) and one > 0]
-        if is_number(time) and known:
-            found[f"agreement/{name}"] = max(1.0, time / min(known))
-    return found
+        references = [
+            float(reference) for reference in expected if is_number(reference) and reference > 0
+        ]
+        if is_number(time) and references:
+            factors[f"agreement/{name}"] = max(1.0, time / min(references))
+    return factors
 
 
 def gpu_trouble(result: Mapping[str, Any]) -> list[str]:
     """Return what has disturbed the GPU during a run, in words (magicdec/measure/system.py); [] if
     nothing is known.
     """
-    known = {key: value for key, value in result.items() if isinstance(value, int | float)}
-    shares = {why: known.get(f"gpu/throttled/{why}", 0.0) for why in ("thermal", "power")}
-    found = [
+    numbers = {key: value for key, value in result.items() if isinstance(value, int | float)}
+    shares = {why: numbers.get(f"gpu/throttled/{why}", 0.0) for why in ("thermal", "power")}
+    reasons = [
         f"throttled ({why}) for {share:.0%} of the time"
         for why, share in shares.items()
         if share > THROTTLED
     ]
-    others = known.get("gpu/shared", 0)
-    return found + (
+    others = numbers.get("gpu/shared", 0)
+    return reasons + (
         [f"shared with {others} other process{'es' if others > 1 else ''}"] if others else []
     )
 

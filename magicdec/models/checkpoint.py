@@ -224,13 +224,15 @@ def stored_in_bfloat16(folder: Path, config: ModelConfig) -> set[str]:
     """
     files = files_of(folder)
     headers = {path: read_header(path) for path in set(files.values())}
-    found: dict[str, bool] = {}
+    is_stored: dict[str, bool] = {}
     for piece in pieces(config):
         path = files.get(piece.source)
         entry = headers[path].get(piece.source) if path else None
         is_exact = entry is not None and entry["dtype"] == "BF16"
-        found[piece.parameter] = found.get(piece.parameter, len(piece.shape) == 2) and is_exact
-    return {name for name, is_exact in found.items() if is_exact}
+        is_stored[piece.parameter] = (
+            is_stored.get(piece.parameter, len(piece.shape) == 2) and is_exact
+        )
+    return {name for name, is_exact in is_stored.items() if is_exact}
 
 
 def fingerprint(folder: Path) -> str:

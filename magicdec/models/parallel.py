@@ -132,12 +132,12 @@ def share(size: int, all_reduce: str = "nccl", device: str | torch.device = "cpu
     if size < world_size:
         copies = [list(range(first, first + size)) for first in range(0, world_size, size)]
         group, _ = dist.new_subgroups_by_enumeration(copies)
-    own = None
+    summing = None
     if size > 1:
         from magicdec.models.symmetric import sums
 
-        own = sums(all_reduce, group or dist.group.WORLD, torch.device(device))
-    return Share(rank % size, size, rank, world_size, group, own)
+        summing = sums(all_reduce, group or dist.group.WORLD, torch.device(device))
+    return Share(rank % size, size, rank, world_size, group, summing)
 
 
 def _sum(x: Tensor, ranks: dist.ProcessGroup | None = None) -> Tensor:

@@ -116,11 +116,11 @@ def _obstacle(ranks: dist.ProcessGroup, device: torch.device) -> str | None:
         return f"is for NVIDIA GPUs, not for {device.type}"
     if _memory() is None:
         return f"is missing from PyTorch {torch.__version__}"
-    own = torch.cuda.current_device()
+    current = torch.cuda.current_device()
     # A machine's ranks are its GPUs.
-    others = [other for other in dist.get_process_group_ranks(ranks) if other != own]
-    if not all(torch.cuda.can_device_access_peer(own, other) for other in others):
-        return f"needs GPUs that reach each other's memory, and GPU {own} does not reach all"
+    others = [other for other in dist.get_process_group_ranks(ranks) if other != current]
+    if not all(torch.cuda.can_device_access_peer(current, other) for other in others):
+        return f"needs GPUs that reach each other's memory, and GPU {current} does not reach all"
     return None
 
 

@@ -28,12 +28,12 @@ IN_HEADS = re.compile(rf"{DISPENSABLE.pattern}|d2t|t2d|verifier_.*")
 MOST_KEYS = 8  # that a warning names
 
 
-def report_keys(path: Path, found: Mapping[str, Any], why: str) -> None:
+def report_keys(path: Path, keys: Mapping[str, Any], why: str) -> None:
     """Print one line about the keys of a json file that are not read, if there are any."""
-    if not found:
+    if not keys:
         return
-    shown = [f"{key[:60]}={SHORT.repr(value)}" for key, value in [*found.items()][:MOST_KEYS]]
-    more = f" and {len(found) - MOST_KEYS} more" if len(found) > MOST_KEYS else ""
+    shown = [f"{key[:60]}={SHORT.repr(value)}" for key, value in [*keys.items()][:MOST_KEYS]]
+    more = f" and {len(keys) - MOST_KEYS} more" if len(keys) > MOST_KEYS else ""
     report_line(f"{path}: {why}: {', '.join(shown)}{more}")
 
 
@@ -76,8 +76,8 @@ def _is_one_of(stored: Tensor, expected: list[Tensor]) -> bool:
     """Return whether frequencies, which may have been stored in 16 bits, are among the expected
     ones.
     """
-    usual = (one for one in expected if one.shape == stored.shape)
-    return any(torch.allclose(stored, one, rtol=0.02, atol=1e-6) for one in usual)
+    usual = (frequencies for frequencies in expected if frequencies.shape == stored.shape)
+    return any(torch.allclose(stored, frequencies, rtol=0.02, atol=1e-6) for frequencies in usual)
 
 
 @cache

@@ -36,8 +36,8 @@ def seconds(plan: Plan, attempts: Iterable[Mapping[str, Any]]) -> float | None:
     key = prefill_key(plan, 0)
     is_shared = config.sweep.share == "prefill" and plan.num_ranks == 1 and key in _prefilled
     _prefilled.add(key)
-    if known := _earlier(attempts):
-        return known
+    if measured := _earlier(attempts):
+        return measured
     try:
         prefill, decoding = predicted_seconds(plan)
     except UserError:  # a draft or a machine that has no cost model
@@ -46,10 +46,12 @@ def seconds(plan: Plan, attempts: Iterable[Mapping[str, Any]]) -> float | None:
 
 
 def _earlier(attempts: Iterable[Mapping[str, Any]]) -> float | None:
-    known = [
-        one["duration_s"] for one in attempts if one.get("status") == "done" and "duration_s" in one
+    durations = [
+        attempt["duration_s"]
+        for attempt in attempts
+        if attempt.get("status") == "done" and "duration_s" in attempt
     ]
-    return median(known) if known else None
+    return median(durations) if durations else None
 
 
 def predicted_seconds(plan: Plan) -> tuple[float, float]:
@@ -68,10 +70,10 @@ def predicted_seconds(plan: Plan) -> tuple[float, float]:
     setup = setup_of(plan, bandwidth, rate)
     setup = setup.at(context=batch.context_len + batch.generate_len // 2)
     plain = batch.generate_len * setup.target_time.total
-    found = (
+    prediction = (
         predict(setup, plan.config.gammas, None, curves(plan.config)) if config.speculates else None
     )
-    fast = plain / (found.best.speedup or 1.0) if found else 0.0
+    fast = plain / (prediction.best.speedup or 1.0) if prediction else 0.0
     repeats = 5 if scenario.repeats == "auto" else scenario.repeats
     return batch.num_batches * _prefill(setup, plan), batch.num_batches * repeats * (plain + fast)
 
@@ -85,7 +87,7 @@ def _prefill(setup: Setup, plan: Plan) -> float:
         )
         for start in range(0, length, chunk)
     )
-    return sum(step_time(one, setup.hardware).total for one in passes)
+    return sum(step_time(step, setup.hardware).total for step in passes)
 
 
 @cache

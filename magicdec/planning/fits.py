@@ -36,9 +36,9 @@ def estimate(plan: Plan, num_rows: int, context_len: int) -> Memory:
         return batch
     workspace, caches = memory.workspace_bytes(plan.device), batch.target_kv + batch.draft_kv
     if not plan.config.scenario.serves:
-        found = _footprint(plan, num_rows, context_len)
-        captured = found.of_rounds if plan.config.hardware.captures else 0
-        return replace(batch, transient=found.peak - caches + workspace, captured=captured)
+        rehearsed = _footprint(plan, num_rows, context_len)
+        captured = rehearsed.of_rounds if plan.config.hardware.captures else 0
+        return replace(batch, transient=rehearsed.peak - caches + workspace, captured=captured)
     slots, single = (
         _footprint(plan, num_rows, context_len, prefills=False),
         _footprint(plan, 1, context_len),

@@ -57,14 +57,14 @@ def _origin(choice: ModelChoice) -> dict[str, Any]:
     """Return the option that a choice was made from, by name, path or architecture; {} if there is
     none.
     """
-    if found := option(choice.name):
-        return found
+    if named := option(choice.name):
+        return named
     given = choice.architecture
-    for one in options():
-        if choice.path == one["path"] or (
-            one["architecture"] and from_values(one["architecture"]) == given
+    for candidate in options():
+        if choice.path == candidate["path"] or (
+            candidate["architecture"] and from_values(candidate["architecture"]) == given
         ):
-            return one
+            return candidate
     return {}
 
 

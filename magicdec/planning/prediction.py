@@ -58,8 +58,8 @@ def warning(plan: Plan) -> str | None:
     except UserError:  # a machine without a datasheet
         return None
     # Runs in the store would take long to read.
-    known = Curves(acceptance.published(), acceptance.task_of(config))
-    return comparison.warning(setup, config.gammas, known, config.draft.synthetic_acceptance)
+    rates = Curves(acceptance.published(), acceptance.task_of(config))
+    return comparison.warning(setup, config.gammas, rates, config.draft.synthetic_acceptance)
 
 
 def assumed_alpha(config: Config, scenario: Assumed) -> float | None:

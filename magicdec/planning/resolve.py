@@ -129,24 +129,24 @@ def _models(config: Config, loads: bool) -> tuple[Config, Model, Model | None]:
 
     `loads` says whether a checkpoint's weights are read.
     """
-    found: dict[str, Model] = {}
+    models: dict[str, Model] = {}
     for key, choice in config.models.items():
         if key != "target" and not config.draft.needs_model:
             continue
         if key != "target" and choice.path is None and choice.architecture is None:
-            assumed = config.draft.assumed_model(found["target"].config)
+            assumed = config.draft.assumed_model(models["target"].config)
             choice = replace(
                 choice, architecture=assumed, name=config.draft.name if assumed else choice.name
             )
         choice, folder = identify(key, choice, loads and choice.weights == "checkpoint")
         assert choice.architecture is not None, "identify has read it"
         folder = folder if loads and choice.weights == "checkpoint" else None
-        found[key] = Model(key, folder, choice.architecture)
+        models[key] = Model(key, folder, choice.architecture)
         if key == "target":
             config = replace(config, target=choice)
         else:
             config = replace(config, draft=replace(config.draft, model=choice))
-    return config, found["target"], found.get("draft.model")
+    return config, models["target"], models.get("draft.model")
 
 
 def _device(config: Config) -> tuple[torch.device, torch.dtype]:

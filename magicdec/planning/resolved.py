@@ -62,16 +62,16 @@ class Plan:
         if self.predicts:
             return {}
         remote = self.config.engine.is_remote
-        found = {
+        hashes = {
             m.key: m.fingerprint for m in (self.target, self.draft) if m is not None and not remote
         }
         if self.config.engine.name != "native":
-            found["engine"] = ENGINES[self.config.engine.name].work.installed(self.config.engine)
+            hashes["engine"] = ENGINES[self.config.engine.name].work.installed(self.config.engine)
         if self.config.reads_text:
-            found |= {
+            hashes |= {
                 key: data.fingerprint(*source) for key, source in self.config.data.sources.items()
             }
-        return found
+        return hashes
 
     @property
     def sources(self) -> dict[str, str]:

@@ -26,12 +26,12 @@ def setup_of(plan: Plan, bandwidth_gbs: float | None = None, tflops: float | Non
             raise UserError(f"{model.key}.implementation=transformers: {model.key} {how}")
     config, h, stack = plan.config, plan.config.hardware, None
     if not plan.predicts:
-        known, stack = device_in(plan.device_name), OWN_STACK
+        listed, stack = device_in(plan.device_name), OWN_STACK
         h = replace(
             h,
-            name=known.name if known else CPU if h.device == "cpu" else plan.device_name,
-            bandwidth_gbs=h.bandwidth_gbs or (None if known else bandwidth_gbs),
-            tflops=h.tflops or (None if known else tflops),
+            name=listed.name if listed else CPU if h.device == "cpu" else plan.device_name,
+            bandwidth_gbs=h.bandwidth_gbs or (None if listed else bandwidth_gbs),
+            tflops=h.tflops or (None if listed else tflops),
         )
     hardware = configured(
         h.name, h.tensor_parallel, h.bandwidth_gbs, h.tflops, h.memory_gib, h.efficiency, stack

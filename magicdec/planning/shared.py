@@ -63,33 +63,34 @@ class Shared:
 
     def model(self, key: Hashable, load: "Callable[[], Transformer]") -> "Transformer":
         """Return the model that is kept under this key, or load it."""
-        found = self._kept.get(key) or load()
+        model = self._kept.get(key) or load()
         if self._level != "none":
-            self._kept[key] = found
-        return found
+            self._kept[key] = model
+        return model
 
     def fact(self, key: Hashable, find: Callable[[], T]) -> T:
         """Return what does not differ between jobs and takes next to no memory, such as what the
         machine achieves.
         """
         if key not in self._facts:
-            found = find()
+            value = find()
             if self._level == "none":
-                return found
-            self._facts[key] = found
+                return value
+            self._facts[key] = value
         return self._facts[key]
 
     def prefilled(self, key: Hashable, capacity: int) -> Prefilled | None:
         """Return the prompts of this key in a cache of so many slots; None if they must be
         prefilled.
         """
-        found: Prefilled | None = self._kept.pop(key, None)
-        if found is None or found.cache.capacity == capacity:
-            return found
-        num_bytes = found.cache.num_bytes * capacity // found.cache.capacity
-        if memory.available_bytes(found.cache.k_LBKSD.device) < num_bytes:  # for two caches at once
+        prefilled: Prefilled | None = self._kept.pop(key, None)
+        if prefilled is None or prefilled.cache.capacity == capacity:
+            return prefilled
+        num_bytes = prefilled.cache.num_bytes * capacity // prefilled.cache.capacity
+        available = memory.available_bytes(prefilled.cache.k_LBKSD.device)
+        if available < num_bytes:  # for two caches at once
             return None
-        return Prefilled(found.cache.resized(capacity), found.last_BE, found.seconds)
+        return Prefilled(prefilled.cache.resized(capacity), prefilled.last_BE, prefilled.seconds)
 
     def keep(self, key: Hashable, prefilled: Prefilled, num_batches: int) -> None:
         """Keep a batch for the next job: one of several only where memory suffices for all."""

@@ -70,11 +70,11 @@ def run(config: Config, job: Job) -> dict[str, Any]:
         return {}
     _warn([*ineffective, *warnings(plan.config), *plan.warnings(), *_losses(plan)])
     with _alone(config.runs_dir, name, job):
-        found = look_up(config, name, job)
-        if found.suffices:
-            return _skipped(config, found, job)
-        this = _opened(config.runs_dir, name, settings, job, found)
-        _record(config, this.id, job, found.before)
+        stored = look_up(config, name, job)
+        if stored.suffices:
+            return _skipped(config, stored, job)
+        this = _opened(config.runs_dir, name, settings, job, stored)
+        _record(config, this.id, job, stored.before)
         live = Live(this.folder, settings, this.result)
         with this.log_to_file(), _failures(scenario, plan, this, settings, live), _stoppable():
             outcome = _measured(plan, this, job, live)
@@ -99,8 +99,8 @@ def prepare(config: Config) -> "Plan":
     # Here, because it imports PyTorch.
     from magicdec.planning.resolve import resolve
 
-    own = getattr(_scenario(config), "prepare", resolve)
-    return cast("Plan", own(config))
+    resolves = getattr(_scenario(config), "prepare", resolve)
+    return cast("Plan", resolves(config))
 
 
 def _fitting(plan: "Plan", config: Config) -> "Plan":
@@ -168,9 +168,9 @@ def _alone(runs_dir: str, name: str, job: Job) -> Iterator[None]:
         yield
 
 
-def _skipped(config: Config, found: Found, job: Job) -> dict[str, Any]:
+def _skipped(config: Config, stored: Found, job: Job) -> dict[str, Any]:
     """Say that a run is skipped, once in a sweep; return its stored result."""
-    result = dict(found.result)
+    result = dict(stored.result)
     if not _is_recorded(job, result["id"]):
         others = " and ".join(key for key, value in software().items() if result.get(key) != value)
         why = (
@@ -178,14 +178,14 @@ def _skipped(config: Config, found: Found, job: Job) -> dict[str, Any]:
             " again)"
         )
         Console(stderr=True).print(Text(f"{result['id']}: {why}"))
-    _record(config, result["id"], job, found.before)
+    _record(config, result["id"], job, stored.before)
     return result
 
 
-def _opened(runs_dir: str, name: str, settings: dict[str, Any], job: Job, found: Found) -> Run:
+def _opened(runs_dir: str, name: str, settings: dict[str, Any], job: Job, stored: Found) -> Run:
     """Open the folder that the store has for this run, or a new one."""
-    if found.folder is not None:
-        return Run.reopen(found.folder, settings, job.overrides, found.before)
+    if stored.folder is not None:
+        return Run.reopen(stored.folder, settings, job.overrides, stored.before)
     return Run.open(runs_dir, name, settings, job.overrides)
 
 

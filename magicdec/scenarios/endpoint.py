@@ -62,11 +62,11 @@ class Level:
             return sum(cast(list[Counts], counts), Counts()), "usage"
         if not self.after.rounds:
             return Counts(), "unknown"
-        found = self.after - self.before
-        if not (found.proposed or found.accepted):  # SGLang counts rounds alone
+        reported = self.after - self.before
+        if not (reported.proposed or reported.accepted):  # SGLang counts rounds alone
             tokens = sum(request.num_tokens - 1 for request in self.answered)
-            found = Counts(found.rounds, unplaced=max(0, tokens - found.rounds))
-        return found, "/metrics"
+            reported = Counts(reported.rounds, unplaced=max(0, tokens - reported.rounds))
+        return reported, "/metrics"
 
 
 @dataclass
@@ -95,22 +95,22 @@ class Measurement:
         with self.progress.task(f"{way}, {level}", total=len(self.jobs)) as task:
             seed = self.plan.config.data.seed
             requests, seconds = await under_load(endpoint, self.jobs, level, seed, task.advance)
-        found = Level(
+        measured = Level(
             cast(list[EndpointRequest], requests), seconds, before, await endpoint.counters()
         )
-        errors = (one.error for one in found.requests if one.error is not None)
+        errors = (request.error for request in measured.requests if request.error is not None)
         reasons = Counter(described(error, endpoint.address.time_limit_s) for error in errors)
         for reason, number in reasons.most_common(1):
             failed = f"{way}, {level}: {reasons.total()} of {len(requests)} requests failed"
-            if not found.answered:
+            if not measured.answered:
                 raise EndpointFailed(f"{endpoint.address.name}: {failed}: {reason}")
             to_stderr(f"warning: {failed}: {reason} ({number} times)")
-        self.levels.setdefault(level, {})[way] = found
+        self.levels.setdefault(level, {})[way] = measured
         self.history[:] = [
-            {one.kind: one.value} | self.metrics(ways) for one, ways in self.levels.items()
+            {load.kind: load.value} | self.metrics(ways) for load, ways in self.levels.items()
         ]
         self.run.write_lines("history", self.history)
-        return self.metrics({way: found})
+        return self.metrics({way: measured})
 
     def metrics(self, ways: dict[str, Level]) -> Metrics:
         """Return the metrics of a level. Requests that failed in either way are left out of

@@ -70,8 +70,8 @@ def prompts_of(plan: Plan, tokenizer: object | None) -> Prompts:
             build.prompts(plan, tokenizer, *part) for part in zip(numbers, lengths, strict=True)
         ]
         prompts = Prompts(
-            list(chain(*(one.tokens for one in parts))),
-            list(chain(*(one.sources for one in parts))),
+            list(chain(*(part.tokens for part in parts))),
+            list(chain(*(part.sources for part in parts))),
         )
     if prompts.arrivals_s:
         return prompts
@@ -135,7 +135,7 @@ def _of_category(measured: Mapping[str, Measured], rows: Sequence[int]) -> Metri
     stats = {way: [requests[row].stats for row in rows] for way, (requests, _) in measured.items()}
     result: Metrics = {
         "rows": len(rows),
-        "tokens": sum(one.tokens for one in [*stats.values()][-1]),
+        "tokens": sum(requests.tokens for requests in [*stats.values()][-1]),
     }
     for way, some in stats.items():
         result |= {f"{way}/{name}": value for name, value in latency_metrics(some).items()}
@@ -175,8 +175,8 @@ def view(
         Text(),
         latencies(history, ways),
     ]
-    if found := categories(results):
-        parts += [Text(), found]
+    if by_category := categories(results):
+        parts += [Text(), by_category]
     if line := accepted(history):
         parts.append(Text(f"\n{line}"))
     if compared := [row for row in history if "lossless/identical" in row]:
@@ -217,8 +217,8 @@ def accepted(history: Sequence[Mapping[str, Any]]) -> str:
         "of proposals": span("acceptance_rate", ".1%"),
         "tokens per round": span("acceptance_length", ".2f"),
     }
-    known = [f"{figures} {what}" for what, figures in parts.items() if figures]
-    return f"acceptance        {', '.join(known)}" if known else ""
+    phrases = [f"{figures} {what}" for what, figures in parts.items() if figures]
+    return f"acceptance        {', '.join(phrases)}" if phrases else ""
 
 
 def latencies(history: Sequence[Mapping[str, Any]], ways: Sequence[str]) -> Table:

@@ -55,12 +55,12 @@ def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
         "engine/version": version,
         **plan.sources,
     } | gpu.metrics()
-    results |= speeds([_speed(one) for one in plain], [_speed(one) for one in fast]) | {
+    results |= speeds([_speed(repeat) for repeat in plain], [_speed(repeat) for repeat in fast]) | {
         "repeats": len(plain)
     }
     results |= outputs.sizes_by_category
     if fast:
-        counts = sum((generation.counts for one in fast for generation in one), Counts())
+        counts = sum((generation.counts for repeat in fast for generation in repeat), Counts())
         gamma = max(config.gammas)
         results |= counts.metrics(gamma) | {"gamma": gamma, "acceptance/source": "measured"}
         results |= lossless(plan, outputs.autoregressive, outputs.speculative)

@@ -86,7 +86,7 @@ def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
     best first.
     """
     config, scenario = plan.config, plan.config.settings(Search)
-    setup, known, command = (
+    setup, acceptances, command = (
         setup_of(plan),
         curves(config),
         command_line(["magicdec", *sys.argv[1:]]),
@@ -98,11 +98,11 @@ def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
     if _is_of_own_draft(config):
         setup = setup.at(draft=config.draft, cache=config.cache)
     if scenario.schedule is not None:
-        found = predicted_schedule(setup, scenario, alpha, known, workload.generate_len)
-        return outcome(found, setup, scenario, command)
+        schedule = predicted_schedule(setup, scenario, alpha, acceptances, workload.generate_len)
+        return outcome(schedule, setup, scenario, command)
     ranking = search(
         setup,
-        known,
+        acceptances,
         scenario.batch_sizes,
         _searched(config),
         [cache_named(config, policy) for policy in scenario.policies],
@@ -137,7 +137,9 @@ def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
     }
     metrics["predicted/speedup_wall"] = best.speedup_wall
     metrics |= {f"predicted/{name}": value for name, value in served.items()}
-    return Outcome(metrics, history=[_facts(one) for one in ranking.ranked], view=Group(*view))
+    return Outcome(
+        metrics, history=[_facts(candidate) for candidate in ranking.ranked], view=Group(*view)
+    )
 
 
 def _experiment(name: str) -> Path:
@@ -151,13 +153,17 @@ def _view(ranking: Ranking) -> Group:
         *columns, title="plans; speedups per row | per batch", num_words=2 + len(CHOICES)
     )
     table.padding = (0, 1, 0, 0)  # to fit into 80 columns
-    for one in ranking.ranked[:SHOWN]:
-        chosen = (*_choices(one.setup), str(one.gamma)) if one.prediction else ("none", "", "")
-        rates = f"{one.tokens_per_second:,.0f}", f"{1e3 * one.time_per_token_s:.1f}"
-        speedups = " | ".join(
-            f"{speedup:.2f}x" for speedup in (one.speedup, one.speedup_wall) if speedup
+    for candidate in ranking.ranked[:SHOWN]:
+        chosen = (
+            (*_choices(candidate.setup), str(candidate.gamma))
+            if candidate.prediction
+            else ("none", "", "")
         )
-        table.add_row(str(one.setup.batch), *chosen, *rates, speedups)
+        rates = f"{candidate.tokens_per_second:,.0f}", f"{1e3 * candidate.time_per_token_s:.1f}"
+        speedups = " | ".join(
+            f"{speedup:.2f}x" for speedup in (candidate.speedup, candidate.speedup_wall) if speedup
+        )
+        table.add_row(str(candidate.setup.batch), *chosen, *rates, speedups)
     left_out = (
         f"left out: {ranking.too_large} that do not fit into memory, {ranking.too_slow} beyond the"
         " latency bound"
@@ -168,14 +174,14 @@ def _view(ranking: Ranking) -> Group:
 def _by_alpha(setup: Setup, scenario: Search, alpha: float) -> Table:
     """Return the best gamma and its speedup per row, by batch and alpha."""
     alphas = sorted({*ALPHAS, round(alpha, 2)})
-    columns = ("batch", *(f"alpha {one:g}" for one in alphas))
+    columns = ("batch", *(f"alpha {alpha:g}" for alpha in alphas))
     table = new_table(
         *columns,
         title=f"best gamma and speedup per row, if alpha were different: {setup.draft_title}",
     )
     for batch in scenario.batch_sizes or [setup.batch]:
-        found = [predict(setup.at(batch=batch), scenario.gammas, one).best for one in alphas]
-        table.add_row(str(batch), *(f"{at.gamma}: {at.speedup:.2f}x" for at in found))
+        best = [predict(setup.at(batch=batch), scenario.gammas, alpha).best for alpha in alphas]
+        table.add_row(str(batch), *(f"{at.gamma}: {at.speedup:.2f}x" for at in best))
     return table
 
 
@@ -212,29 +218,29 @@ def _unknown(ranking: Ranking) -> Table:
     with.
     """
     batches = sorted({prediction.setup.batch for prediction in ranking.unknown})
-    found: dict[tuple[str, ...], dict[int, str]] = defaultdict(dict)
+    thresholds: dict[tuple[str, ...], dict[int, str]] = defaultdict(dict)
     for prediction in ranking.unknown:
-        found[_choices(prediction.setup)][prediction.setup.batch] = pays_from(prediction.best)
+        thresholds[_choices(prediction.setup)][prediction.setup.batch] = pays_from(prediction.best)
     title = "no acceptance is known: pays from alpha, by batch"
     table = new_table(*CHOICES, *map(str, batches), title=title, num_words=len(CHOICES))
-    for choices, alphas in islice(found.items(), SHOWN_UNKNOWN):
+    for choices, alphas in islice(thresholds.items(), SHOWN_UNKNOWN):
         table.add_row(*choices, *(alphas.get(batch, "-") for batch in batches))
     return table
 
 
-def _facts(one: Candidate) -> dict[str, float | int | str | None]:
-    setup = one.setup
-    over = setup.cache if one.prediction and setup.draft.is_model else None
+def _facts(candidate: Candidate) -> dict[str, float | int | str | None]:
+    setup = candidate.setup
+    over = setup.cache if candidate.prediction and setup.draft.is_model else None
     return {
         "batch_size": setup.batch,
-        "draft": setup.draft_label if one.prediction else "none",
+        "draft": setup.draft_label if candidate.prediction else "none",
         "policy": over.policy if over else "",
         "budget": over.budget if over else 0,
-        "gamma": one.gamma,
-        "predicted/tokens_per_second": one.tokens_per_second,
-        "predicted/time_per_output_token_ms": 1e3 * one.time_per_token_s,
-        "predicted/speedup": one.speedup,
-        "predicted/speedup_wall": one.speedup_wall,
+        "gamma": candidate.gamma,
+        "predicted/tokens_per_second": candidate.tokens_per_second,
+        "predicted/time_per_output_token_ms": 1e3 * candidate.time_per_token_s,
+        "predicted/speedup": candidate.speedup,
+        "predicted/speedup_wall": candidate.speedup_wall,
     }
 
 

@@ -56,12 +56,12 @@ def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
         }
         for at in prediction.by_gamma
     ]
-    known = published(prediction.setup, task_of(plan.config), plan.config.draft.gamma)
-    metrics = {"device": plan.device_name, **prediction.metrics(), **known}
-    return Outcome(metrics, history=history, view=_view(prediction, known))
+    paper = published(prediction.setup, task_of(plan.config), plan.config.draft.gamma)
+    metrics = {"device": plan.device_name, **prediction.metrics(), **paper}
+    return Outcome(metrics, history=history, view=_view(prediction, paper))
 
 
-def _view(prediction: Prediction, known: Mapping[str, Any] | None = None) -> Group:
+def _view(prediction: Prediction, paper: Mapping[str, Any] | None = None) -> Group:
     """Return what the terminal shows: a table of gammas, what bounds each step, the verdict, and
     published values.
     """
@@ -78,10 +78,10 @@ def _view(prediction: Prediction, known: Mapping[str, Any] | None = None) -> Gro
         "",
         verdict(prediction),
     ]
-    if known:
-        where = f"the paper's Table {known['published/table']}: {known['published/speedup']:.2f}x"
-        model = f"predicted for its acceptance: {known['published/predicted_speedup']:.2f}x"
-        parts.append(f"{where} at gamma {known['published/gamma']}; {model}")
+    if paper:
+        where = f"the paper's Table {paper['published/table']}: {paper['published/speedup']:.2f}x"
+        model = f"predicted for its acceptance: {paper['published/predicted_speedup']:.2f}x"
+        parts.append(f"{where} at gamma {paper['published/gamma']}; {model}")
     return Group(*parts)
 
 
@@ -108,8 +108,8 @@ def _gammas(prediction: Prediction) -> Table:
             *(f"{1e3 * time.total:.2f}" for time in times),
             f"{1e3 * at.times.round_s:.2f}",
             *(
-                "?" if one is None else f"{one:.2f}x"
-                for one in (at.speedup, prediction.speedup_wall(at))
+                "?" if value is None else f"{value:.2f}x"
+                for value in (at.speedup, prediction.speedup_wall(at))
             ),
             pays_from(at),
             style="bold" if at is prediction.best else "",

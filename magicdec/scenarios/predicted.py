@@ -52,11 +52,11 @@ def _formula(plan: Plan, results: Mapping[str, Any], gamma: int) -> Metrics:
 
 def _by_cost_model(plan: Plan, results: Mapping[str, Any], gamma: int) -> Metrics:
     """Return the prediction for these rounds at the measured acceptance, and its errors."""
-    known = device_in(plan.device_name)
+    listed = device_in(plan.device_name)
     measured_at = ("matmul rate", plan.device, plan.dtype)
     rate = (
         None
-        if known
+        if listed
         else SHARED.fact(measured_at, lambda: matmul_rate(plan.device, plan.dtype)) / 1e12
     )
     bandwidth = float(results["roofline/bandwidth_gbs"] or 0.0)

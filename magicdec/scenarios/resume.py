@@ -34,8 +34,8 @@ def look_up(config: Config, name: str, job: Job) -> Found:
     # Of an earlier turn, or of this job before it was killed.
     line = sweep.last_line(job.sweep_dir, job.number)
     if line is not None and line["id"] is not None and run_of(line["id"]) == name:
-        own = Path(config.runs_dir, line["id"])
-        return _judged(config, own, read_result(own), line.get("before", 0))
+        attempt = Path(config.runs_dir, line["id"])
+        return _judged(config, attempt, read_result(attempt), line.get("before", 0))
     return of_store(config, name)
 
 

@@ -39,20 +39,20 @@ def predicted_schedule(
     return schedule(cells, scenario.tolerance, form.by_batch, form.by_context)
 
 
-def outcome(found: Schedule, setup: Setup, scenario: Search, command: str) -> Outcome:
+def outcome(schedule: Schedule, setup: Setup, scenario: Search, command: str) -> Outcome:
     """Return what a run stores and shows of a schedule, and write its file and its map."""
     assert scenario.schedule is not None
     form = FORMS[scenario.schedule]
-    settings = form.settings(found, setup)
+    settings = form.settings(schedule, setup)
     what = f"{setup.target_label}, {setup.draft_title}, {setup.hardware.name}"
     view: list[RenderableType] = [
         f"gamma and predicted speedup by batch and context: {what}",
-        _table(found),
-        _loss(found),
+        _table(schedule),
+        _loss(schedule),
     ]
     asked = max(scenario.batch_sizes or [setup.batch])
-    if found.max_batch < asked:
-        view.append(f"batches from {found.max_batch + 1} to {asked} do not fit into memory")
+    if schedule.max_batch < asked:
+        view.append(f"batches from {schedule.max_batch + 1} to {asked} do not fit into memory")
     view.append("")
     name = f"{scenario.save_as}.{scenario.schedule}"
     file = FOLDER / f"{name}{form.suffix}"
@@ -61,7 +61,7 @@ def outcome(found: Schedule, setup: Setup, scenario: Search, command: str) -> Ou
             FOLDER.mkdir(parents=True, exist_ok=True)
             if settings.content:
                 file.write_text(settings.content, encoding="utf-8")
-            _draw(found, setup, FOLDER / f"{name}.png", command)
+            _draw(schedule, setup, FOLDER / f"{name}.png", command)
         except OSError as error:
             raise UserError(
                 f"scenario.save_as={scenario.save_as}: {error}; null writes none"
@@ -79,16 +79,16 @@ def outcome(found: Schedule, setup: Setup, scenario: Search, command: str) -> Ou
         {
             "batch_size": cell.batch,
             "context_len": cell.context,
-            "gamma": found.gamma(cell.batch, cell.context),
+            "gamma": schedule.gamma(cell.batch, cell.context),
             "best_gamma": cell.best,
-            "predicted/speedup": cell.speedups[found.gamma(cell.batch, cell.context)],
-            "share_of_best": found.share(cell),
+            "predicted/speedup": cell.speedups[schedule.gamma(cell.batch, cell.context)],
+            "share_of_best": schedule.share(cell),
         }
-        for cell in found.cells
+        for cell in schedule.cells
     ]
     metrics = {
-        "predicted/worst_share": found.share(found.worst),
-        "predicted/gamma": found.max_gamma,
+        "predicted/worst_share": schedule.share(schedule.worst),
+        "predicted/gamma": schedule.max_gamma,
     }
     return Outcome(metrics, history=history, view=Group(*view))
 
@@ -98,30 +98,30 @@ def _to_copy(text: str) -> Text:
     return Text(text, no_wrap=True, overflow="ignore")
 
 
-def _table(found: Schedule) -> Table:
+def _table(schedule: Schedule) -> Table:
     """Return the ranges of batches, with gamma and speedup at each context."""
-    contexts = sorted({cell.context for cell in found.cells})
+    contexts = sorted({cell.context for cell in schedule.cells})
     columns = [f"{context:,}" for context in contexts]
     table = new_table("batch", *columns)
-    for low, high in sorted({entry.batch for entry in found.entries}):
+    for low, high in sorted({entry.batch for entry in schedule.entries}):
         cells = []
         for context in contexts:
-            within = [c for c in found.cells if c.context == context and low <= c.batch <= high]
-            cells.append(_cell(found, within) if within else "does not fit")
+            within = [c for c in schedule.cells if c.context == context and low <= c.batch <= high]
+            cells.append(_cell(schedule, within) if within else "does not fit")
         table.add_row(f"{low}" if low == high else f"{low}-{high}", *cells)
     return table
 
 
-def _cell(found: Schedule, cells: Sequence) -> str:
-    gamma = found.gamma(cells[0].batch, cells[0].context)
+def _cell(schedule: Schedule, cells: Sequence) -> str:
+    gamma = schedule.gamma(cells[0].batch, cells[0].context)
     speedups = [cell.speedups[gamma] for cell in cells]
     low, high = f"{min(speedups):.2f}", f"{max(speedups):.2f}"
     return f"{gamma}: {low}x" if low == high else f"{gamma}: {low}-{high}x"
 
 
-def _loss(found: Schedule) -> str:
-    worst = found.worst
-    lost = 1 - found.share(worst)
+def _loss(schedule: Schedule) -> str:
+    worst = schedule.worst
+    lost = 1 - schedule.share(worst)
     if lost < 0.0005:
         return "no batch loses anything against the best gamma of its own"
     return (
@@ -130,15 +130,15 @@ def _loss(found: Schedule) -> str:
     )
 
 
-def _draw(found: Schedule, setup: Setup, path: Path, command: str) -> None:
+def _draw(schedule: Schedule, setup: Setup, path: Path, command: str) -> None:
     points = [
         {
             "x": cell.batch,
             "series": cell.context,
-            "y": found.gamma(cell.batch, cell.context),
+            "y": schedule.gamma(cell.batch, cell.context),
             "noisy": False,
         }
-        for cell in found.cells
+        for cell in schedule.cells
     ]
     what = f"{setup.target_label}, {setup.draft_title}, {setup.hardware.name}; predicted"
     titles = {"x": "batch", "series": "context", "y": "gamma", "caption": [what]}

@@ -39,7 +39,7 @@ from magicdec.tracking.store import Run
 log = logging.getLogger(__name__)
 
 
-class Found(NamedTuple):
+class MeasuredCell(NamedTuple):
     """Measurements of a batch at a context."""
 
     cell: Cell  # with the median speedup per row of each gamma
@@ -74,7 +74,7 @@ def prepare(config: Config) -> Plan:
 
 def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
     """Measure every cell of the grid; a cell is a line of the history."""
-    scenario, found = plan.config.settings(Verify), list[Found]()
+    scenario, cells = plan.config.settings(Verify), list[MeasuredCell]()
     engine, tokenizer = build.engine(plan, progress), build.tokenizer(plan)
     total = len(scenario.batch_sizes) * len(scenario.context_lens)
     with progress.task("cells", total) as task:
@@ -82,8 +82,8 @@ def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
             prompts = build.prompts(plan, tokenizer, max(scenario.batch_sizes), context).tokens
             for rows in scenario.batch_sizes:
                 if (measured := _measured(engine, prompts, rows, scenario)) is not None:
-                    found.append(measured)
-                    run.write_lines("history", map(_line, found))
+                    cells.append(measured)
+                    run.write_lines("history", map(_line, cells))
                 else:
                     log.warning(
                         "left out: %d rows of %d tokens, which all end at their first token",
@@ -91,16 +91,18 @@ def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
                         context,
                     )
                 task.advance(1)
-        if not found:
+        if not cells:
             raise UserError(
                 "data: every row ends at its first token; choose other prompts or"
                 " sampling.ignore_eos=true"
             )
-    by = _schedule(plan, scenario, found)
-    shares = [share_of_best(one.turns, by.gamma(one.cell.batch, one.cell.context)) for one in found]
+    by = _schedule(plan, scenario, cells)
+    shares = [
+        share_of_best(cell.turns, by.gamma(cell.cell.batch, cell.cell.context)) for cell in cells
+    ]
     results: metrics.Metrics = {"device": plan.device_name, **plan.sources}
     for name, values in (
-        ("share", [one.of_best for one in shares]),
+        ("share", [share.of_best for share in shares]),
         ("share_apart", _apart(shares)),
     ):
         if values:
@@ -109,15 +111,15 @@ def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
                 f"verify/median_{name}": median(values),
             }
     history = [
-        _line(one) | _of(by, one.cell, share) for one, share in zip(found, shares, strict=True)
+        _line(cell) | _of(by, cell.cell, share) for cell, share in zip(cells, shares, strict=True)
     ]
-    return Outcome(results, history=history, view=_view(by, found, shares))
+    return Outcome(results, history=history, view=_view(by, cells, shares))
 
 
 def _gammas(scenario: Verify) -> list[int]:
     """Return the gammas to measure, but for 0."""
-    own = {entry.gamma for entry in _from(scenario.file).entries} if scenario.file else set()
-    return sorted({*scenario.gammas, *own} - {0})
+    from_file = {entry.gamma for entry in _from(scenario.file).entries} if scenario.file else set()
+    return sorted({*scenario.gammas, *from_file} - {0})
 
 
 def _from(file: str) -> Schedule:
@@ -129,7 +131,7 @@ def _from(file: str) -> Schedule:
 
 def _measured(
     engine: NativeEngine, prompts: list[list[int]], rows: int, scenario: Verify
-) -> Found | None:
+) -> MeasuredCell | None:
     """Decode batches of so many rows with every gamma in turn. Turns take the prompts one batch
     after another, so that small batches are not a matter of the first prompt.
 
@@ -155,49 +157,51 @@ def _measured(
                     {gamma: metrics.mean_round_s(_decoded(batch, gamma)) for gamma in gammas}
                 )
             decoded = {gamma: _decoded(batch, gamma) for gamma in gammas}
-            times = {gamma: metrics.row_times(one, 0.0) for gamma, one in decoded.items()}
+            times = {
+                gamma: metrics.row_times(generation, 0.0) for gamma, generation in decoded.items()
+            }
             seconds = {
                 gamma: metrics.time_per_output_token_ms(rows) for gamma, rows in times.items()
             }
-            turns.append({gamma: seconds[0] / one for gamma, one in seconds.items()})
+            turns.append({gamma: seconds[0] / per_token for gamma, per_token in seconds.items()})
             for gamma in rounds:
                 rounds[gamma].update(metrics.rounds_of(decoded[gamma]))
         batch.close()
     if not turns:
         return None
-    steps = {gamma: median(one[gamma] for one in timed) for gamma in gammas if timed}
-    speedups = {gamma: median(one[gamma] for one in turns) for gamma in gammas}
+    steps = {gamma: median(turn[gamma] for turn in timed) for gamma in gammas if timed}
+    speedups = {gamma: median(turn[gamma] for turn in turns) for gamma in gammas}
     cell = Cell(rows, round(fmean(map(len, prompts))), speedups)
-    return Found(cell, turns, rounds, steps)
+    return MeasuredCell(cell, turns, rounds, steps)
 
 
 def _decoded(batch: Batch, gamma: int) -> Generation:
     return batch.decoder.generate(batch.draft, gamma=gamma) if gamma else batch.decoder.generate()
 
 
-def _alpha(found: Sequence[Found], gamma: int) -> float:
+def _alpha(cells: Sequence[MeasuredCell], gamma: int) -> float:
     """Return the acceptance of all rounds with a gamma: proposals late in a round are not accepted
     like the first.
     """
-    rounds = sum((one.rounds[gamma] for one in found), metrics.Rounds())
+    rounds = sum((cell.rounds[gamma] for cell in cells), metrics.Rounds())
     return float(metrics.acceptance(rounds).get("alpha") or 0.0)
 
 
-def _schedule(plan: Plan, scenario: Verify, found: Sequence[Found]) -> Schedule:
+def _schedule(plan: Plan, scenario: Verify, measured: Sequence[MeasuredCell]) -> Schedule:
     """Return the schedule of the file, or the one that follows from the acceptance at each context
     and gamma.
     """
     if scenario.file:
         return _from(scenario.file)
-    contexts = sorted({one.cell.context for one in found})
+    contexts = sorted({each.cell.context for each in measured})
     seconds = _predicted_steps(plan, scenario, contexts) if scenario.steps == "predicted" else {}
-    seconds |= {one.cell[:2]: one.steps for one in found if scenario.steps == "measured"}
+    seconds |= {each.cell[:2]: each.steps for each in measured if scenario.steps == "measured"}
     tokens = max(1, plan.config.batch.generate_len - 1)  # the prefill gives the first
     cells: list[Cell] = []
     for (batch, context), of in seconds.items():
         speedups = {0: 1.0}
         for gamma in _gammas(scenario):
-            alpha = _alpha([one for one in found if one.cell.context == context], gamma)
+            alpha = _alpha([each for each in measured if each.cell.context == context], gamma)
             speedups[gamma] = batch_speedup(gamma, alpha, 1, tokens, of[0], of[gamma])
         cells.append(Cell(batch, context, speedups))
     return schedule(cells, scenario.tolerance)
@@ -209,10 +213,10 @@ def _predicted_steps(
     """Return the predicted seconds of a round by gamma, and of a step for 0, at every batch and
     context.
     """
-    known = device_in(plan.device_name)
-    bandwidth = None if known else read_bandwidth(plan.device) / 1e9
+    listed = device_in(plan.device_name)
+    bandwidth = None if listed else read_bandwidth(plan.device) / 1e9
     setup = setup_of(
-        plan, bandwidth, None if known else matmul_rate(plan.device, plan.dtype) / 1e12
+        plan, bandwidth, None if listed else matmul_rate(plan.device, plan.dtype) / 1e12
     )
     seconds: dict[tuple[int, int], Mapping[int, float]] = {}
     for context in contexts:
@@ -223,13 +227,13 @@ def _predicted_steps(
     return seconds
 
 
-def _line(one: Found) -> dict[str, Any]:
-    cell = one.cell
+def _line(measured: MeasuredCell) -> dict[str, Any]:
+    cell = measured.cell
     speedups = {f"speedup/gamma_{gamma}": speedup for gamma, speedup in cell.speedups.items()}
     return {
         "batch_size": cell.batch,
         "context_len": cell.context,
-        "alpha": one.alpha,
+        "alpha": measured.alpha,
         "best_gamma": cell.best,
         **speedups,
     }
@@ -237,7 +241,7 @@ def _line(one: Found) -> dict[str, Any]:
 
 def _of(by: Schedule, cell: Cell, share: Share) -> dict[str, Any]:
     """Return what a line says of the schedule; without a file, what it expected as well."""
-    expected = [one.speedups for one in by.cells if one[:2] == cell[:2]]
+    expected = [each.speedups for each in by.cells if each[:2] == cell[:2]]
     return {
         "gamma": by.gamma(cell.batch, cell.context),
         "share_of_best": share.of_best,
@@ -245,17 +249,17 @@ def _of(by: Schedule, cell: Cell, share: Share) -> dict[str, Any]:
         "share_of_best_apart_ci95": share.apart_ci95,
         **{
             f"predicted/speedup/gamma_{gamma}": value
-            for one in expected
-            for gamma, value in one.items()
+            for speedups in expected
+            for gamma, value in speedups.items()
         },
     }
 
 
-def _view(by: Schedule, found: Sequence[Found], shares: Sequence[Share]) -> Group:
+def _view(by: Schedule, cells: Sequence[MeasuredCell], shares: Sequence[Share]) -> Group:
     """Return a table of the measured speedups of all cells, and one of the schedule's share of the
     best.
     """
-    gammas = list(found[0].cell.speedups)
+    gammas = list(cells[0].cell.speedups)
     title = "measured speedup per row, by gamma; 0: no speculation"
     measured = new_table("batch", "context", *map(str, gammas), title=title, num_words=0)
     reached = new_table(
@@ -267,8 +271,8 @@ def _view(by: Schedule, found: Sequence[Found], shares: Sequence[Share]) -> Grou
         title="the schedule",
         num_words=0,
     )
-    for one, share in zip(found, shares, strict=True):
-        cell = one.cell
+    for row, share in zip(cells, shares, strict=True):
+        cell = row.cell
         key = (f"{cell.batch}", f"{cell.context:,}")
         measured.add_row(
             *key, *(f"{cell.speedups[g]:.2f}" + ("*" if g == cell.best else "") for g in gammas)
@@ -283,11 +287,11 @@ def _words(share: Share) -> str:
 
 
 def _apart(shares: Sequence[Share]) -> list[float]:
-    return [one.apart for one in shares if one.apart is not None]
+    return [share.apart for share in shares if share.apart is not None]
 
 
 def _sentences(shares: Sequence[Share]) -> list[str]:
-    of_best, apart = [one.of_best for one in shares], _apart(shares)
+    of_best, apart = [share.of_best for share in shares], _apart(shares)
     reached = f"{min(of_best):.1%} of it at worst and {median(of_best):.1%} in the median cell"
     said = [f"* the best; the schedule reaches {reached}"]
     if apart:

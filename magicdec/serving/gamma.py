@@ -72,14 +72,14 @@ class Chooser:
         """Return the seconds of a round of each gamma at a size: as timed there or, for gammas that
         were not, at the nearest other size, scaled by those that were timed at both.
         """
-        own = _medians(self._times[size])
+        ours = _medians(self._times[size])
         for other in sorted(self._times, key=lambda other: abs(other - size))[1:]:
             theirs = _medians(self._times[other])
-            ratios = [own[gamma] / theirs[gamma] for gamma in own.keys() & theirs.keys()]
-            own = {
+            ratios = [ours[gamma] / theirs[gamma] for gamma in ours.keys() & theirs.keys()]
+            ours = {
                 gamma: time * (median(ratios) if ratios else 1.0) for gamma, time in theirs.items()
-            } | own
-        return own
+            } | ours
+        return ours
 
 
 def _medians(times: dict[int, deque[float]]) -> dict[int, float]:

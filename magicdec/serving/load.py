@@ -169,10 +169,10 @@ def latency_metrics(stats: Sequence[Stats]) -> dict[str, float]:
     }
     metrics: dict[str, float] = {}
     for name, values in latencies.items():
-        known = values or [math.nan]
-        metrics[name] = 1e3 * fmean(known)
+        measured = values or [math.nan]
+        metrics[name] = 1e3 * fmean(measured)
         for percentile in PERCENTILES:
-            metrics[f"{name}_p{percentile}"] = 1e3 * float(np.percentile(known, percentile))
+            metrics[f"{name}_p{percentile}"] = 1e3 * float(np.percentile(measured, percentile))
     return metrics
 
 

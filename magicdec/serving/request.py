@@ -34,7 +34,9 @@ class Params:
     gamma: int | None = None  # proposals per round that count; the engine's: default and maximum
 
     def __post_init__(self) -> None:
-        sampling = {one.name: getattr(self.sampling, one.name) for one in fields(SamplingConfig)}
+        sampling = {
+            entry.name: getattr(self.sampling, entry.name) for entry in fields(SamplingConfig)
+        }
         try:
             Settings(**sampling, max_tokens=self.max_tokens, gamma=self.gamma)
         except ValidationError as error:
@@ -96,7 +98,7 @@ class Request:
     @property
     def stats(self) -> "Stats":
         """Times, tokens and acceptance so far."""
-        times, count, known = self.chunk_times, self.num_tokens, acceptance(self.rounds)
+        times, count, rates = self.chunk_times, self.num_tokens, acceptance(self.rounds)
         return Stats(
             prompt_tokens=len(self.prompt),
             tokens=count,
@@ -106,8 +108,8 @@ class Request:
             inter_chunk_s=[after - before for before, after in pairwise(times)],
             proposed=sum(proposed * number for (proposed, _), number in self.rounds.items()),
             accepted=sum(accepted * number for (_, accepted), number in self.rounds.items()),
-            acceptance_rate=known.get("acceptance_rate"),  # type: ignore[arg-type]
-            acceptance_length=known.get("acceptance_length"),  # type: ignore[arg-type]
+            acceptance_rate=rates.get("acceptance_rate"),  # type: ignore[arg-type]
+            acceptance_length=rates.get("acceptance_length"),  # type: ignore[arg-type]
         )
 
 

@@ -153,8 +153,10 @@ class Scheduler:
                 )
                 continue
             if gamma is not None:
-                own = request.params.gamma
-                request.count_round(gamma if own is None else min(gamma, own), accepted, committed)
+                limit = request.params.gamma
+                request.count_round(
+                    gamma if limit is None else min(gamma, limit), accepted, committed
+                )
             request.receive(recent[len(recent) - committed :])
             if finished:
                 self._free(slot)

@@ -59,12 +59,12 @@ def _make(options: argparse.Namespace) -> None:
             to_stderr(
                 f"the chart {CHART} was not made, which is fine if it exists already: {objection}"
             )
-        for one in built:
-            one.save()
-            print(one.url)
+        for view in built:
+            view.save()
+            print(view.url)
         return
     file = options.file or DEFAULT_FILE
-    specs = [json.loads(one._to_model().model_dump_json(by_alias=True)) for one in built]
+    specs = [json.loads(view._to_model().model_dump_json(by_alias=True)) for view in built]
     contents = dict(zip(("workspace", "report"), specs, strict=False)) | {
         "charts": {CHART: STACKED_BARS}
     }
@@ -191,10 +191,10 @@ def _findings(options: argparse.Namespace) -> list[Any]:
     """
     v2 = _library()
     try:
-        found = answer(read_rows(options.runs_dir, options.sweep))
+        answered = answer(read_rows(options.runs_dir, options.sweep))
     except UserError:
         return []
-    sentences = list(found.sentences()) if found else []
+    sentences = list(answered.sentences()) if answered else []
     return [v2.H2("What the sweep has found"), *map(v2.P, sentences)] if sentences else []
 
 

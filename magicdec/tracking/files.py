@@ -179,14 +179,14 @@ def by_round(tokens: Sequence[str], rounds: Iterable[Sequence[int]]) -> list[Rou
     it, or None if the token limit or an end of sequence has cut the round. The first entry is the
     token of the prefill.
     """
-    found: list[Round] = [{"proposed": 0, "accepted": [], "bonus": tokens[0]}]
+    listed: list[Round] = [{"proposed": 0, "accepted": [], "bonus": tokens[0]}]
     start = 1
     for proposed, accepted in rounds:
         part = tokens[start : start + accepted + 1]
         bonus = part[accepted] if len(part) > accepted else None
-        found.append({"proposed": proposed, "accepted": list(part[:accepted]), "bonus": bonus})
+        listed.append({"proposed": proposed, "accepted": list(part[:accepted]), "bonus": bonus})
         start += len(part)
-    return found
+    return listed
 
 
 def _in_short(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
@@ -262,19 +262,19 @@ def read_lines(path: Path, schema: TypeAdapter[T]) -> list[T]:
     """Return the objects of a file with one per line; [] if there is no such file. Leave out lines
     that are torn or break the schema, and log the first.
     """
-    found, left_out = [], []
+    contents, left_out = [], []
     try:
         lines = path.read_bytes().splitlines() if path.is_file() else []
     except OSError as error:
         lines, left_out = [], [_reason(error)]
     for number, line in enumerate(lines, 1):
         try:
-            found.append(schema.validate_json(line))
+            contents.append(schema.validate_json(line))
         except ValueError as error:
             left_out.append(f"line {number}: {_reason(error)}")
     if left_out:
         warn(f"{path}, {left_out[0]}; {len(left_out)} of {len(lines)} lines are left out")
-    return found
+    return contents
 
 
 @contextmanager

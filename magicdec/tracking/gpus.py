@@ -39,12 +39,12 @@ def visible_gpus() -> dict[str, str]:
         listed = subprocess.run(
             ["nvidia-smi", "--list-gpus"], capture_output=True, text=True
         ).stdout
-    found = dict(re.findall(r"^GPU (\d+): .*\(UUID: (\S+)\)", listed, re.M))
+    uuids = dict(re.findall(r"^GPU (\d+): .*\(UUID: (\S+)\)", listed, re.M))
     named = os.environ.get(VISIBLE)
     if named is None:
-        return found
+        return uuids
     names = [name.strip() for name in named.split(",") if name.strip() not in ("", "-1")]
-    return {name: found.get(name, name) for name in names}
+    return {name: uuids.get(name, name) for name in names}
 
 
 @contextmanager

@@ -40,10 +40,10 @@ def _without_folder(model: Mapping[str, Any], fingerprint: str | None) -> Mappin
     """Return a model with the path of its option instead of its own. A model that is no option's is
     named after its folder: where its weights have a fingerprint, the name does not count either.
     """
-    known = option(model["name"])
+    named = option(model["name"])
     is_read = fingerprint not in (None, "random")
     return {
         **model,
-        "path": known.get("path"),
-        "name": model["name"] if known or not is_read else None,
+        "path": named.get("path"),
+        "name": model["name"] if named or not is_read else None,
     }

@@ -30,12 +30,12 @@ def number_of(attempt_id: str) -> int:
 
 def attempts(runs_dir: str | Path, run_id: str) -> list[Path]:
     """Return the folders of a run's attempts, the latest last."""
-    found = [
+    folders = [
         path.parent
         for path in Path(runs_dir).glob(f"{run_id}*/{RESULT}")
         if run_of(path.parent.name) == run_id
     ]
-    return sorted(found, key=lambda folder: number_of(folder.name))
+    return sorted(folders, key=lambda folder: number_of(folder.name))
 
 
 def folder_of_lock(folder: Path) -> Path:
@@ -72,17 +72,17 @@ def find_run(name: str, runs_dir: Path) -> dict[str, Any]:
     for exact in (Path(name), runs_dir / name):
         if run := load_run(exact):
             return run
-    found = [
+    folders = [
         path.parent
         for path in sorted(runs_dir.glob(f"*/{RESULT}"))
         if path.parent.name.startswith(name)
     ]
-    if len(found) != 1:
-        names = ", ".join(folder.name for folder in found) or "no such run"
+    if len(folders) != 1:
+        names = ", ".join(folder.name for folder in folders) or "no such run"
         raise UserError(
             f"{name}: {names}; name a run's folder, or the beginning of an id in {runs_dir}"
         )
-    return load_run(found[0])
+    return load_run(folders[0])
 
 
 def find_done(runs_dir: str | Path, run_id: str, software: Mapping[str, Any]) -> dict[str, Any]:

@@ -121,9 +121,9 @@ def _described(sample: Sample, max_rounds: int) -> Iterator[RenderableType]:
     # The first entry is the prefill's token.
     shown = rounds[: max_rounds + 1] if max_rounds else rounds
     colored = Text()
-    for one in shown:
-        colored.append(printable("".join(one["accepted"]), LINES), style=ACCEPTED)
-        colored.append(printable(one["bonus"] or "", LINES))
+    for entry in shown:
+        colored.append(printable("".join(entry["accepted"]), LINES), style=ACCEPTED)
+        colored.append(printable(entry["bonus"] or "", LINES))
     yield colored.append("…" if len(shown) < len(rounds) else "", style="dim")
     yield _table(shown)
     if len(shown) < len(rounds):
@@ -139,10 +139,10 @@ def _table(rounds: Sequence[Round]) -> RenderableType:
     table = new_table("round", "accepted", num_words=0)
     table.add_column("accepted proposals", style=ACCEPTED, overflow="fold")
     table.add_column("bonus token", overflow="fold")
-    for number, one in enumerate(rounds):
-        accepted = f"{len(one['accepted'])} of {one['proposed']}" if number else ""
-        bonus = "" if one["bonus"] is None else _quoted(one["bonus"])
-        proposals = Text(" ").join(map(_quoted, one["accepted"]))
+    for number, entry in enumerate(rounds):
+        accepted = f"{len(entry['accepted'])} of {entry['proposed']}" if number else ""
+        bonus = "" if entry["bonus"] is None else _quoted(entry["bonus"])
+        proposals = Text(" ").join(map(_quoted, entry["accepted"]))
         table.add_row(str(number) if number else "prefill", accepted, proposals, bonus)
     return table
 

@@ -39,12 +39,12 @@ def _sync(options: argparse.Namespace) -> int:
 
 def _send(stored: dict, options: argparse.Namespace, api: Any) -> Logged:
     """Send one run in the chosen mode, unless W&B has all of it."""
-    own = {
+    given = {
         key: value
         for key in ("mode", "project", "entity")
         if (value := getattr(options, key)) is not None
     }
-    config = stored["config"] | {"wandb": stored["config"]["wandb"] | own}
+    config = stored["config"] | {"wandb": stored["config"]["wandb"] | given}
     folder = Path(stored["folder"])
     run = FinishedRun(folder, config, read_result(folder))
     if api is not None and (url := wandb.url_of(api, run)):

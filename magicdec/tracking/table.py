@@ -74,8 +74,8 @@ def _results(
         yield Group(grid(history), Text())
     elif (speeds := _speeds(metrics)).row_count:
         yield Group(speeds, Text())
-    if found := categories(metrics):
-        yield Group(found, Text())
+    if by_category := categories(metrics):
+        yield Group(by_category, Text())
     if meaning := [*_verdict(config, metrics), *_steps(metrics), *_memory(metrics)]:
         table = Table.grid(padding=(0, 1, 0, 0))
         table.add_column(width=LABEL_WIDTH - 1, style="dim")
@@ -197,13 +197,13 @@ def _verdict(config: Mapping[str, Any], metrics: Metrics) -> Iterator[tuple[str,
         wall, spread = _number(metrics.get("speedup_wall")), _number(metrics.get("speedup_spread"))
         both = (_interval(metrics, key, "{:.2f}") for key in ("speedup", "speedup_wall"))
         text = Text(both_speedups(speedup, wall, *both))
-        for one in filter(None, (speedup, wall)):
-            text.highlight_regex(f"{one:.2f}x", FASTER if one > 1 else SLOWER)
+        for ratio in filter(None, (speedup, wall)):
+            text.highlight_regex(f"{ratio:.2f}x", FASTER if ratio > 1 else SLOWER)
         details = [*mark, *([] if speedup > 1 else ["slower than autoregressive"])]
         details += [f"spread {spread:.0%} over repeats"] if spread is not None else []
         details += ["NOISY"] if noise(metrics) else []
         details += _uncounted(metrics)
-        yield "speedup", text.append("".join(f", {one}" for one in details))
+        yield "speedup", text.append("".join(f", {detail}" for detail in details))
     if (rate := _number(metrics.get("acceptance_rate"))) is not None:
         positions = [
             f"{metrics[key]:.0%}" for key in metrics if key.startswith("acceptance_rate/position_")
@@ -353,9 +353,9 @@ def grid(history: Sequence[Mapping[str, Any]]) -> Table:
 def _whereabouts(folder: Path, logged: Sequence[Logged]) -> Iterator[Text]:
     """Say where the results are: the run's folder, and what each tracker has of it."""
     lines: list[tuple[str, str | None, str]] = [("results", shown(folder), "")]
-    for one in logged:
-        lines += [(one.tracker, one.warning, "yellow"), (one.tracker, one.url, "")]
-        lines += [(one.command_label or f"send to {one.tracker}", one.command, "")]
+    for place in logged:
+        lines += [(place.tracker, place.warning, "yellow"), (place.tracker, place.url, "")]
+        lines += [(place.command_label or f"send to {place.tracker}", place.command, "")]
     for label, value, style in lines:
         if value:
             text = Text(f"{label:{LABEL_WIDTH}}", style="dim", no_wrap=True, overflow="ignore")

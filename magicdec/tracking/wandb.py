@@ -46,12 +46,12 @@ def check(config: Settings) -> None:
 
 def settings(config: Settings, sweep: str | None) -> dict[str, Any]:
     """Add the group, which is the sweep by default, and the id that `wandb agent` has given."""
-    own = dict(config["wandb"])
+    group = dict(config["wandb"])
     if given := _given_id():
-        own["id"] = given
+        group["id"] = given
     if sweep is not None:
-        own["group"] = own["group"] or sweep
-    return {**config, "wandb": own}
+        group["group"] = group["group"] or sweep
+    return {**config, "wandb": group}
 
 
 def in_sweep() -> bool:
@@ -103,33 +103,33 @@ def log_sweep(folder: Path, config: Settings, files: Iterable[Path]) -> Logged |
     its runs, and its figures as media. `config` is that of one of them. What cannot be sent is kept
     in the sweep's folder.
     """
-    own = config["wandb"]
-    if own["mode"] == "disabled" or in_sweep():
+    group = config["wandb"]
+    if group["mode"] == "disabled" or in_sweep():
         return None
-    logged = _reported(folder, own, list(files))
-    if logged.warning is None or own["mode"] != "online":
+    logged = _reported(folder, group, list(files))
+    if logged.warning is None or group["mode"] != "online":
         return logged
     _stop_service()
     return replace(
-        _reported(folder, {**own, "mode": "offline"}, list(files)), warning=logged.warning
+        _reported(folder, {**group, "mode": "offline"}, list(files)), warning=logged.warning
     )
 
 
-def _reported(folder: Path, own: Mapping[str, Any], files: list[Path]) -> Logged:
+def _reported(folder: Path, group: Mapping[str, Any], files: list[Path]) -> Logged:
     name = f"sweep-{folder.name}"
     try:
         import wandb
 
         with contextlib.redirect_stderr(io.StringIO()), _tables_stay_in(folder):
             opened = _begin(
-                own, folder, id=name[:MAX_ID_LENGTH], name=folder.name, job_type="sweep"
+                group, folder, id=name[:MAX_ID_LENGTH], name=folder.name, job_type="sweep"
             )
             _log_files(opened, name, "sweep", files)
             # A workspace shows them by their names.
             figures = [path for path in files if path.suffix == ".png"]
             if figures:
                 opened.log({f"figures/{path.stem}": wandb.Image(str(path)) for path in figures})
-            return _finished(opened, own["mode"])
+            return _finished(opened, group["mode"])
     except Exception as error:
         return Logged(NAME, warning=_warning(in_one_line(error)))
 
@@ -153,8 +153,8 @@ def url_of(api: Any, run: FinishedRun) -> str | None:
     """Return the address of a run that W&B has completely, else None: sending a run twice would
     duplicate its rows.
     """
-    own = run.config["wandb"]
-    path = "/".join(filter(None, [own["entity"], own["project"], _id(run)]))
+    group = run.config["wandb"]
+    path = "/".join(filter(None, [group["entity"], group["project"], _id(run)]))
     with contextlib.suppress(Exception):  # also raised for an unknown run
         there = api.run(path)
         if (
@@ -223,7 +223,7 @@ def _open(run: FinishedRun) -> Any:
     )
 
 
-def _begin(own: Mapping[str, Any], folder: Path, **named: Any) -> Any:
+def _begin(group: Mapping[str, Any], folder: Path, **named: Any) -> Any:
     import wandb
 
     options = wandb.Settings(
@@ -239,18 +239,18 @@ def _begin(own: Mapping[str, Any], folder: Path, **named: Any) -> Any:
         x_save_requirements=False,
     )
     return wandb.init(
-        mode=own["mode"],
+        mode=group["mode"],
         dir=str(folder),
-        project=own["project"],
-        entity=own["entity"],
-        group=own["group"],
+        project=group["project"],
+        entity=group["entity"],
+        group=group["group"],
         settings=options,
         **named,
     )
 
 
 def _send(run: FinishedRun) -> Logged:
-    own, shown_live = run.config["wandb"], _opened.pop(run.folder, None)
+    group, shown_live = run.config["wandb"], _opened.pop(run.folder, None)
     with _tables_stay_in(run.folder), shown_live or _open(run) as opened:
         if shown_live is None:
             _log_history(opened, run.rows("live"))
@@ -261,7 +261,7 @@ def _send(run: FinishedRun) -> Logged:
         _log_tables(opened, run.result, run.rows("samples"))
         _log_files(opened, f"run-{run.id}-files", "run", [run.folder / name for name in FILES])
         opened.summary.update(dict(run.result) | _ends(run.result))
-        return _finished(opened, own["mode"], exit_code=int(run.result["status"] != "done"))
+        return _finished(opened, group["mode"], exit_code=int(run.result["status"] != "done"))
 
 
 def _finished(opened: Any, mode: str, exit_code: int | None = None) -> Logged:

@@ -173,7 +173,7 @@ def test_the_version_that_is_found(
             sys.modules, module.partition(".")[0], SimpleNamespace(**vars(sys.modules[module]))
         )
     assert FlashAttention()._packs == packs
-    assert FlashAttention.found().startswith(found)
+    assert FlashAttention.version().startswith(found)
     _, why = choose("auto", CUDA, torch.bfloat16, [128])
     assert why.startswith(f"attention=auto: flash is the fastest at hand; {found}")
 

@@ -39,7 +39,7 @@ class Library(NamedTuple):
 
     attend: Callable
     packs: bool
-    found: str
+    version: str
 
 
 def library() -> Library:
@@ -106,8 +106,8 @@ class FlashAttention(LibraryAttention):
 
     @classmethod
     @override
-    def found(cls) -> str:
-        return library().found
+    def version(cls) -> str:
+        return library().version
 
     @override
     def takes(self, q_BTHD: Tensor, k_BKSD: Tensor) -> bool:

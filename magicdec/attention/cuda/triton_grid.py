@@ -69,12 +69,12 @@ def gpu() -> Gpu:
     """
     if not torch.cuda.is_available():
         return NO_GPU
-    found = torch.cuda.get_device_properties(None)
+    properties = torch.cuda.get_device_properties(None)
     return Gpu(
-        10 * found.major + found.minor,
-        found.multi_processor_count,
-        found.shared_memory_per_multiprocessor,
-        found.max_threads_per_multi_processor // 32,
+        10 * properties.major + properties.minor,
+        properties.multi_processor_count,
+        properties.shared_memory_per_multiprocessor,
+        properties.max_threads_per_multi_processor // 32,
     )
 
 

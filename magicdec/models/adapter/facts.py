@@ -258,9 +258,9 @@ def _windows(layers: list[LayerFacts]) -> tuple[int | None, tuple[int, ...]]:
     return window, sliding
 
 
-def _one_of(what: str, found: list[Any]) -> set[Any]:
+def _one_of(what: str, given: list[Any]) -> set[Any]:
     """Return the only value of all layers, as a set; raise UserError for several."""
-    values = set(found)
+    values = set(given)
     if len(values) > 1:
         raise UserError(f"layers with different {what} ({sorted(values)}) are not supported")
     return values
@@ -272,13 +272,13 @@ def _remarks(layers: list[LayerFacts]) -> list[str]:
         max(layer.num_kv_heads for layer in layers),
         max(max(layer.key_dim, layer.value_dim) for layer in layers),
     )
-    own = sum(layer.num_kv_heads * (layer.key_dim + layer.value_dim) for layer in layers)
+    needed = sum(layer.num_kv_heads * (layer.key_dim + layer.value_dim) for layer in layers)
     stored = 2 * heads * width * len(layers)
-    if stored == own:
+    if stored == needed:
         return []
     return [
-        f"its keys and values differ in shape: the cache pads them, and takes {stored / own:.2f}x"
-        " their memory"
+        "its keys and values differ in shape: the cache pads them, and takes"
+        f" {stored / needed:.2f}x their memory"
     ]
 
 

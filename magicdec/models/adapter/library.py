@@ -38,14 +38,14 @@ def config_of(plain: Mapping[str, Any]) -> Any:
     does not have.
     """
     model_type = plain.get("model_type")
-    known = transformers.CONFIG_MAPPING
-    if not isinstance(model_type, str) or model_type not in known:
+    mapping = transformers.CONFIG_MAPPING
+    if not isinstance(model_type, str) or model_type not in mapping:
         remote = ", and code from a checkpoint is never run" if plain.get("auto_map") else ""
         raise UserError(
             f"model_type={model_type!r:.60} is not known to transformers"
             f" {transformers.__version__}{remote}"
         )
-    return known[model_type].from_dict(dict(plain))
+    return mapping[model_type].from_dict(dict(plain))
 
 
 def config_from(text: str) -> Any:

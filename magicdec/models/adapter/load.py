@@ -65,7 +65,7 @@ def load(
     check_version()
     loader: Any = AutoModelForCausalLM
     try:
-        causal, found = loader.from_pretrained(
+        causal, report = loader.from_pretrained(
             folder,
             config=config_from(config.config_json),
             dtype=dtype,
@@ -79,11 +79,11 @@ def load(
         raise UserError(
             f"{folder}: transformers cannot load its weights ({in_one_line(error):.200})"
         ) from None
-    if missing := sorted(found["missing_keys"]):
+    if missing := sorted(report["missing_keys"]):
         raise UserError(f"{folder}: {len(missing)} tensors are missing, such as {missing[0]}")
-    if wrong := sorted(found["mismatched_keys"]):
+    if wrong := sorted(report["mismatched_keys"]):
         raise UserError(f"{folder}: tensors have other shapes than its modules, such as {wrong[0]}")
-    if unread := sorted(found["unexpected_keys"]):
+    if unread := sorted(report["unexpected_keys"]):
         report_line(f"{folder}: {len(unread)} tensors are not read, such as {unread[0]}")
     return _ready(config, causal.to(device), attention, longest)
 

@@ -62,8 +62,8 @@ def _report(options: argparse.Namespace) -> None:
         files = [options.runs_dir, *files]
     else:
         runs, left_out = read_runs(options.runs_dir, options.sweep, options.all)
-    found = [*rows_of(runs), *(row for path in files for row in rows_of_file(path))]
-    rows = query.select(found, options.where)
+    all_rows = [*rows_of(runs), *(row for path in files for row in rows_of_file(path))]
+    rows = query.select(all_rows, options.where)
     table = (
         query.group(rows, options.group_by.split(","), options.mix) if options.group_by else rows
     )
@@ -146,12 +146,12 @@ def _figure(arguments: Sequence[str]) -> None:
     )
     options = parser.parse_args(arguments)
     rows = query.select(rows_of(read_runs(options.runs_dir, options.sweep)[0]), options.where)
-    known = keys_of(rows)
+    names = keys_of(rows)
     x, series = (
-        _setting(known, options.x, "--x"),
-        options.series and _setting(known, options.series, "--series"),
+        _setting(names, options.x, "--x"),
+        options.series and _setting(names, options.series, "--series"),
     )
-    keys = [query.find_key(known, key, "--y") for key in options.y.split(",")]
+    keys = [query.find_key(names, key, "--y") for key in options.y.split(",")]
     rows = [row for row in rows if row.get("status") == "done"]
     for key in query.NEVER_MIXED:
         values = sorted({str(row[key]) for row in rows if key in row})
@@ -172,9 +172,8 @@ def _figure(arguments: Sequence[str]) -> None:
     )
     kind = path.suffix.removeprefix(".")
     if kind not in picture.FORMATS:
-        raise UserError(
-            f"--out {path}: must end in one of {', '.join(f'.{one}' for one in picture.FORMATS)}"
-        )
+        endings = ", ".join(f".{ending}" for ending in picture.FORMATS)
+        raise UserError(f"--out {path}: must end in one of {endings}")
     if options.format not in (None, kind):
         raise UserError(
             f"--out {path}: does not end in .{options.format}, as --format {options.format} says"
@@ -183,12 +182,12 @@ def _figure(arguments: Sequence[str]) -> None:
     print(f"written {shown(path)}")
 
 
-def _setting(known: Sequence[str], key: str, option: str) -> str:
+def _setting(names: Sequence[str], key: str, option: str) -> str:
     """Return the setting that ends in `key`, or else any known key: gamma is draft.gamma, not the
     metric.
     """
-    found = [name for name in known if is_setting(name) and name.endswith(f".{key}")]
-    return found[0] if len(found) == 1 else query.find_key(known, key, option)
+    settings = [name for name in names if is_setting(name) and name.endswith(f".{key}")]
+    return settings[0] if len(settings) == 1 else query.find_key(names, key, option)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -66,9 +66,9 @@ class Place:
         """
         if self.key == PREDICTED or interval(self.best, self.key) is None:
             return []
-        own, trust = _estimate(self.best), _trust(self.best)
+        estimate, trust = _estimate(self.best), _trust(self.best)
         near = islice((row for row in self.others if _trust(row) == trust), MAX_RIVALS)
-        return [row for row in near if not _is_slower(row, self.best, own)]
+        return [row for row in near if not _is_slower(row, self.best, estimate)]
 
     @property
     def noisy_above(self) -> list[Row]:
@@ -97,9 +97,9 @@ class Place:
         """Return the speedups of the best run, each with its interval."""
         if self.key == PREDICTED:
             return f"predicted {self.best[PREDICTED]:.2f}x per row"
-        known = [key for key in PER if is_number(self.best.get(key))]
+        keys = [key for key in PER if is_number(self.best.get(key))]
         text = " and ".join(
-            f"{self.best[key]:.2f}x per {PER[key]}{_bracket(self.best, key)}" for key in known
+            f"{self.best[key]:.2f}x per {PER[key]}{_bracket(self.best, key)}" for key in keys
         )
         return text.replace("(", "(95% interval ", 1)
 
@@ -133,7 +133,7 @@ class Answer:
             "within noise": "; not faster than autoregressive decoding by more than noise",
         }
         rest = pays.get(place.faster, "; autoregressive decoding is faster")
-        rest += f"; noisy: {', '.join(found)}" if (found := noise(place.best)) else ""
+        rest += f"; noisy: {', '.join(reasons)}" if (reasons := noise(place.best)) else ""
         if place.noisy_above:
             rest += f"; {counted(len(place.noisy_above), 'noisy run')} above it: measure again"
         if not place.others:
@@ -222,14 +222,16 @@ def is_too_large(row: Row) -> bool:
     return row.get("predicted/fits") is False and MEASURED not in row
 
 
-def _is_slower(row: Row, best: Row, own: Estimate | None) -> bool:
+def _is_slower(row: Row, best: Row, estimate: Estimate | None) -> bool:
     """Return whether a run is slower than the best by more than noise. Where the times of each row
     are not stored, their intervals must be apart.
     """
-    if own and (other := _estimate(row)):
-        change = difference(own, other, row.get("data/fingerprint") == best.get("data/fingerprint"))
+    if estimate and (other := _estimate(row)):
+        change = difference(
+            estimate, other, row.get("data/fingerprint") == best.get("data/fingerprint")
+        )
         return abs(change.value) > change.half_width()
-    of_best, of_row = (interval(one, MEASURED) for one in (best, row))
+    of_best, of_row = (interval(side, MEASURED) for side in (best, row))
     return of_best is not None and of_row is not None and of_row[1] < of_best[0]
 
 

@@ -101,8 +101,8 @@ def _caveats(a: Row, b: Row, settings: list[str], facts: list[str]) -> Iterator[
     differ.
     """
     for row in (a, b):
-        if found := noise(row):
-            yield f"{row['id']}: {', '.join(found)}"
+        if reasons := noise(row):
+            yield f"{row['id']}: {', '.join(reasons)}"
     same_work = all(key.startswith(NOT_OF_BASELINE) for key in settings) and a.get(
         "device"
     ) == b.get("device")

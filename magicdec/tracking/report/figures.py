@@ -65,7 +65,7 @@ def points(
 
     Without `series` the measures are the series.
     """
-    found = []
+    points = []
     for row in rows:
         for kind, key in measures.items():
             value = _value(row, key)
@@ -82,8 +82,8 @@ def points(
                 "high": high,
             }
             ratio = {"rule": 1} if "speedup" in key else {}
-            found.append(point | ratio | {"noisy": is_timed(key) and bool(noise(row))})
-    return found
+            points.append(point | ratio | {"noisy": is_timed(key) and bool(noise(row))})
+    return points
 
 
 def is_timed(key: Measure) -> bool:
@@ -163,7 +163,7 @@ def _value(row: Row, key: Measure) -> float | None:
     """Return a metric, or the ratio of two; None if the run has no such numbers."""
     if isinstance(key, str):
         return row[key] if is_number(row.get(key)) else None
-    over, under = (row.get(one) for one in key)
+    over, under = (row.get(name) for name in key)
     return over / under if is_number(over) and is_number(under) and under else None
 
 

@@ -143,7 +143,7 @@ def html_page(rows: Sequence[Row], title: str) -> str:
     packed = base64.b64encode(
         gzip.compress(json.dumps(data, separators=(",", ":")).encode(), mtime=0)
     ).decode()
-    found = answer(rows)
+    answered = answer(rows)
     facts = {
         "title": title,
         "runs": runs,
@@ -155,7 +155,7 @@ def html_page(rows: Sequence[Row], title: str) -> str:
         "licences": texts["licences.txt"],
     }
     return environment.from_string(texts["page.html"]).render(
-        **facts | (_answered(found) if found else {"found": None}),
+        **facts | (_answered(answered) if answered else {"found": None}),
         menus=data["menus"],
         picks=data["picks"],
         packed=packed,
@@ -183,9 +183,11 @@ def _data(rows: Sequence[Row]) -> dict[str, Any]:
         for name, kinds in MEASURES.items()
     }
     for name in ACCEPTANCE[:2]:
-        own = [key for key in keys if key.startswith("category/") and key.endswith(f"/{name}")]
+        of_categories = [
+            key for key in keys if key.startswith("category/") and key.endswith(f"/{name}")
+        ]
         measures[f"{name} by category"] = {
-            key[len("category/") : -len(name) - 1]: key for key in own
+            key[len("category/") : -len(name) - 1]: key for key in of_categories
         }
     measures = {name: kinds for name, kinds in measures.items() if kinds}
     compared = {name: _compared(name, numeric) for name in COMPARED if _compared(name, numeric)[1]}
@@ -240,11 +242,12 @@ def _compared(name: str, numeric: Collection[str]) -> tuple[str, list[list[str]]
     """Return the title of what predictions are compared with, and the series that there are values
     for.
     """
-    known = [source for source in COMPARED[name] if {*source[1:]} <= set(numeric)]
+    sources = [source for source in COMPARED[name] if {*source[1:]} <= set(numeric)]
     kinds = {
-        "published" if measured.startswith("published/") else "measured" for _, measured, _ in known
+        "published" if measured.startswith("published/") else "measured"
+        for _, measured, _ in sources
     }
-    return f"{' or '.join(sorted(kinds))} {name}", known
+    return f"{' or '.join(sorted(kinds))} {name}", sources
 
 
 def _judged(row: Row) -> Row:
@@ -258,30 +261,30 @@ def _judged(row: Row) -> Row:
         "does not fit": is_too_large(row),
         "impossible times": is_impossible(row),
     }
-    found: Row = {"noisy": True} if marks["noisy"] else {}
+    judged: Row = {"noisy": True} if marks["noisy"] else {}
     if any(marks.values()):
-        found["marks"] = ", ".join(name for name, holds in marks.items() if holds)
+        judged["marks"] = ", ".join(name for name, holds in marks.items() if holds)
     for kind, source in (("measured", "time"), ("predicted", "predicted")):
         names = [f"{source}/{name}_ms" for name in ("round", "verify", "overhead", "target_decode")]
         names += ["acceptance_length" if kind == "measured" else PREDICTED]
-        known = [row[name] for name in names if is_number(row.get(name))]
-        if len(known) == len(names):
-            whole, verify, rest, decode, gain = known
+        times = [row[name] for name in names if is_number(row.get(name))]
+        if len(times) == len(names):
+            whole, verify, rest, decode, gain = times
             parts = (
                 whole - verify - rest,
                 verify,
                 max(0.0, rest),
                 gain * (decode if kind == "measured" else whole),
             )
-            found[f"round/{kind}"] = dict(zip((*PARTS, "tokens"), parts, strict=True))
-    return found
+            judged[f"round/{kind}"] = dict(zip((*PARTS, "tokens"), parts, strict=True))
+    return judged
 
 
 def _picks(rows: Sequence[Row], settings: Sequence[str]) -> dict[str, str]:
     """Return the settings that have a menu of values, with the first choice: what must not mix is
     apart.
     """
-    found = {}
+    picks = {}
     for key in dict.fromkeys([*NEVER_MIXED[::-1], *settings, "device"]):
         values = Counter(str(row[key]) for row in rows if key in row)
         if 1 < len(values) <= MAX_VALUES:
@@ -289,8 +292,8 @@ def _picks(rows: Sequence[Row], settings: Sequence[str]) -> dict[str, str]:
                 (value for value in ("measured", "compare") if value in values),
                 values.most_common(1)[0][0],
             )
-            found[key] = usual if key in NEVER_MIXED else ""
-    return dict(islice(found.items(), MAX_PICKS))
+            picks[key] = usual if key in NEVER_MIXED else ""
+    return dict(islice(picks.items(), MAX_PICKS))
 
 
 def _menus(axes: Sequence[str], measures: Sequence[str] | dict[str, Any]) -> dict[str, list[str]]:
@@ -304,12 +307,12 @@ def _menus(axes: Sequence[str], measures: Sequence[str] | dict[str, Any]) -> dic
         if loads
         else []
     )
-    found: dict[str, list[str]] = {"as": ["lines", "heat map"], "unit": list(UNITS)}
-    found["statistic"] = ["median", "max", "min"]
+    menus: dict[str, list[str]] = {"as": ["lines", "heat map"], "unit": list(UNITS)}
+    menus["statistic"] = ["median", "max", "min"]
     for number, names in values.items():
-        found |= {f"value{number}": names, f"x{number}": loads if number == "3" else [*axes]}
-        found |= {f"series{number}": ["", *axes]}
-    return found | {"colour": ["", *axes], "bars": ["", *axes]}
+        menus |= {f"value{number}": names, f"x{number}": loads if number == "3" else [*axes]}
+        menus |= {f"series{number}": ["", *axes]}
+    return menus | {"colour": ["", *axes], "bars": ["", *axes]}
 
 
 def _first(
@@ -345,23 +348,25 @@ def _first(
     return first | {f"pick:{key}": value for key, value in picks.items()}
 
 
-def _answered(found: Answer) -> dict[str, Any]:
+def _answered(answered: Answer) -> dict[str, Any]:
     """Return the first thing to read: what is best, how sure that is, by which measure, and what
     was held constant.
     """
-    where, figure = found.where(found.top), escape(found.top.figure())
-    sentence = escape(f"{where}: " if where else "") + escape(found.winner(found.top))
+    where, figure = answered.where(answered.top), escape(answered.top.figure())
+    sentence = escape(f"{where}: " if where else "") + escape(answered.winner(answered.top))
     extra = {
         key: label
         for key, label in EXTRA.items()
-        if any(key in place.best for place in found.places)
+        if any(key in place.best for place in answered.places)
     }
-    if found.key != PREDICTED:
+    if answered.key != PREDICTED:
         extra = {key: label for key, label in extra.items() if not key.startswith("predicted/")}
-    answered = {"found": found, "measure": BY[found.key], "extra": extra}
-    answered |= {"sentence": sentence.replace(figure, Markup("<b>") + figure + Markup("</b>"))}
-    return answered | {
-        "best": "best predicted speedup" if found.key == PREDICTED else "best speedup"
+    return {
+        "found": answered,
+        "measure": BY[answered.key],
+        "extra": extra,
+        "sentence": sentence.replace(figure, Markup("<b>") + figure + Markup("</b>")),
+        "best": "best predicted speedup" if answered.key == PREDICTED else "best speedup",
     }
 
 
@@ -398,8 +403,8 @@ def _text(sample: Any) -> str:
 
     rounds = sample.get("rounds", [])
     parts = [
-        span("accepted", "".join(one["accepted"])) + span("bonus", one["bonus"])
-        for one in rounds[:MAX_ROUNDS]
+        span("accepted", "".join(entry["accepted"])) + span("bonus", entry["bonus"])
+        for entry in rounds[:MAX_ROUNDS]
     ]
     written = "".join(parts) or span(
         "bonus", sample.get("speculative") or sample.get("autoregressive")
@@ -416,8 +421,12 @@ def _visible(text: str) -> str:
     """Return a text whose control and other invisible characters are escaped: they could hide or
     reorder something.
     """
-    hidden = {one for one in text if category(one).startswith("C") and one not in "\n\t"}
-    return text.translate({ord(one): f"\\u{{{ord(one):x}}}" for one in hidden})
+    hidden = {
+        character
+        for character in text
+        if category(character).startswith("C") and character not in "\n\t"
+    }
+    return text.translate({ord(character): f"\\u{{{ord(character):x}}}" for character in hidden})
 
 
 def command(row: Row) -> str:

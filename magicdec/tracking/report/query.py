@@ -153,8 +153,8 @@ def group(rows: Collection[Row], keys: Sequence[str], mix: bool = False) -> list
 
     Keys of APART in which the runs differ are added to `keys`, unless `mix`.
     """
-    known = keys_of(rows)
-    names = [find_key(known, key, "--group-by") for key in keys]
+    all_keys = keys_of(rows)
+    names = [find_key(all_keys, key, "--group-by") for key in keys]
     done = [row for row in rows if row.get("status") == "done"]
     others = [key for key in informative(done) if key not in names]
     if not mix:
@@ -192,9 +192,9 @@ def constants(rows: Collection[Row]) -> Row:
     """Return the settings of HELD that are the same in all rows, with their value."""
     values = {key: {row.get(key) for row in rows} for key in HELD}
     return {
-        key: next(iter(found))
-        for key, found in values.items()
-        if len(found) == 1 and found != {None}
+        key: next(iter(distinct))
+        for key, distinct in values.items()
+        if len(distinct) == 1 and distinct != {None}
     }
 
 
@@ -227,24 +227,24 @@ def _is_implied(key: str, differing: Collection[str], rows: Collection[Row]) -> 
     return False
 
 
-def find_key(known: Collection[str], key: str, option: str) -> str:
+def find_key(names: Collection[str], key: str, option: str) -> str:
     """Return the known key that is `key`, the only one that ends in it, or the one with that
     heading.
 
     Raise UserError if there is none.
     """
-    if key in known:
+    if key in names:
         return key
-    endings = [name for name in known if name.endswith((f".{key}", f"/{key}"))]
+    endings = [name for name in names if name.endswith((f".{key}", f"/{key}"))]
     if len(endings) == 1:
         return endings[0]
     if endings:
         raise UserError(f"{option} {key}: which one? {', '.join(endings)}")
-    for name in known:
+    for name in names:
         if key in (LABELS.get(name), name.removesuffix(".name")):
             return name
-    close = did_you_mean(key, known) or did_you_mean(
-        key, [re.split(r"[./]", name)[-1] for name in known]
+    close = did_you_mean(key, names) or did_you_mean(
+        key, [re.split(r"[./]", name)[-1] for name in names]
     )
     raise UserError(f"{option} {key}: no run has such a key{close}")
 

@@ -68,12 +68,12 @@ def read_runs(
     if not Path(runs_dir).is_dir():
         raise UserError(f"{runs_dir}: no such folder; name a run store, as in runs_dir=FOLDER")
     members = None if sweep is None else sweep_members(runs_dir, sweep)
-    found = list(iter_runs(runs_dir, members))
-    if not found:
+    runs = list(iter_runs(runs_dir, members))
+    if not runs:
         raise UserError(f"{runs_dir}: holds no runs{f' of sweep {sweep}' if sweep else ''}")
-    chosen = found if every_attempt else latest(found)
-    mistyped = sum(run.get("kind") == "invalid" for run in found)
-    others = {"mistyped": mistyped, "superseded": len(found) - len(chosen) - mistyped}
+    chosen = runs if every_attempt else latest(runs)
+    mistyped = sum(run.get("kind") == "invalid" for run in runs)
+    others = {"mistyped": mistyped, "superseded": len(runs) - len(chosen) - mistyped}
     line = (
         f"left out: {', '.join(f'{number:,} {what}' for what, number in others.items() if number)};"
         " --all shows them"
@@ -87,7 +87,7 @@ def read_runs(
         raise UserError(f"{runs_dir}: {line}")
     places = {name: place for place, name in enumerate(members or ())}
     chosen.sort(key=lambda run: (places.get(run["id"], 0), str(run.get("started", ""))))
-    return chosen, line if len(chosen) < len(found) else ""
+    return chosen, line if len(chosen) < len(runs) else ""
 
 
 def rows_of(runs: Iterable[Mapping[str, Any]]) -> list[Row]:
@@ -210,8 +210,8 @@ def sweep_members(runs_dir: str | Path, name: str) -> list[str]:
     folders = sorted(path for path in Path(runs_dir, "sweeps").glob("*") if path.is_dir())
     chosen = [path for path in folders if is_named(path, name)]
     if not chosen:
-        known = ", ".join(path.name for path in folders) or "none"
-        raise UserError(f"--sweep {name}: no such sweep; {Path(runs_dir, 'sweeps')} holds: {known}")
+        names = ", ".join(path.name for path in folders) or "none"
+        raise UserError(f"--sweep {name}: no such sweep; {Path(runs_dir, 'sweeps')} holds: {names}")
     return [line["id"] for folder in chosen for line in jobs(folder) if line["id"]]
 
 

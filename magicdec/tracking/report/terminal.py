@@ -58,11 +58,11 @@ def runs_table(
     for kind in kinds:
         several = len(kinds) > 1
         alike = [row for row in rows if row.get(SCENARIO) == kind] if several else rows
-        known = keys_of(alike)
+        all_keys = keys_of(alike)
         chosen = (
-            [find_key(known, key, "--columns") for key in columns]
+            [find_key(all_keys, key, "--columns") for key in columns]
             if columns
-            else _columns(alike, known, grouped)
+            else _columns(alike, all_keys, grouped)
         )
         lines = [row for row in shown if row.get(SCENARIO) == kind] if several else shown
         named = [key for key in chosen if not (several and key == SCENARIO)]
@@ -119,21 +119,23 @@ def _short(key: str, among: Sequence[str]) -> str:
     return LABELS.get(key) or (last if namesakes == 1 else key)
 
 
-def _columns(rows: Sequence[Row], known: Sequence[str], grouped: bool) -> list[str]:
+def _columns(rows: Sequence[Row], all_keys: Sequence[str], grouped: bool) -> list[str]:
     """Return the columns: settings in which the rows differ, then main metrics."""
-    is_measured = any(key in known for key in MEASURED)
-    main = [key for key in MAIN_METRICS if key in known and not (is_measured and key in PREDICTED)]
+    is_measured = any(key in all_keys for key in MEASURED)
+    main = [
+        key for key in MAIN_METRICS if key in all_keys and not (is_measured and key in PREDICTED)
+    ]
     if grouped:
         named = dict.fromkeys(
             key for row in rows for key in takewhile(lambda key: key != RUNS, row)
         )
-        return [key for key in (*named, RUNS, *main, DIFFER) if key in known]
+        return [key for key in (*named, RUNS, *main, DIFFER) if key in all_keys]
     marks = [
         key for key in ("acceptance/source",) if len({row.get(key) for row in rows} - {None}) > 1
     ]
-    loads = [key for key in LOAD_KEYS if key in known]
+    loads = [key for key in LOAD_KEYS if key in all_keys]
     settings = [key for key in informative(rows) if key not in loads]
-    engines = [key for key in BETWEEN_ENGINES if key in known] if ENGINE in settings else []
+    engines = [key for key in BETWEEN_ENGINES if key in all_keys] if ENGINE in settings else []
     if engines:  # the settings of engines are implied by their names
         settings = [
             key
@@ -141,7 +143,7 @@ def _columns(rows: Sequence[Row], known: Sequence[str], grouped: bool) -> list[s
             if key not in engines and not key.startswith(("engine.", "attention"))
         ]
     under_load = (
-        [*loads, *(key for key in UNDER_LOAD if key in known and key not in engines)]
+        [*loads, *(key for key in UNDER_LOAD if key in all_keys and key not in engines)]
         if loads
         else []
     )

@@ -33,11 +33,11 @@ def verdicts(a: Row, b: Row) -> Iterator[str]:
     if not measured or {a.get("scenario.name"), b.get("scenario.name")} != {"compare"}:
         return
     first, second = estimates(a), estimates(b)
-    known = [key for key in measured if key in first and key in second]
+    common = [key for key in measured if key in first and key in second]
     same_prompts = a.get("data/fingerprint") == b.get("data/fingerprint")
-    for key in known:
+    for key in common:
         yield f"{key}: {_in_words(difference(first[key], second[key], same_prompts))}"
-    if unknown := [key for key in measured if key not in known]:
+    if unknown := [key for key in measured if key not in common]:
         least = (
             f"at least {intervals.MIN_ROWS} rows and {intervals.MIN_REPEATS} repeats"
             " (scenario.repeats) of both"
@@ -49,8 +49,8 @@ def estimates(row: Row) -> dict[str, Estimate]:
     """Return the logs of a run's figures, as far as its generations.jsonl tells them."""
     lines = read_lines(Path(row["folder"], "generations.jsonl"), GENERATION)
     rounds = [_whole(line, int(row["batch.generate_len"])) for line in lines]
-    tokens = [sum(accepted + 1 for _, accepted in one) for one in rounds]
-    found = {"acceptance_length": log_ratio(tokens, [*map(len, rounds)])}
+    tokens = [sum(accepted + 1 for _, accepted in of_row) for of_row in rounds]
+    ratios = {"acceptance_length": log_ratio(tokens, [*map(len, rounds)])}
     timed = [times for line in lines if (times := line.get("decode_s") or {}).keys() >= set(WAYS)]
     # Of a damaged file, several.
     repeats = {len(seconds) for times in timed for seconds in times.values()}
@@ -65,11 +65,11 @@ def estimates(row: Row) -> dict[str, Estimate]:
         kept = [min(row) > 0 for row in written]
         per_token = (time[:, kept] / count for time, count in zip(seconds, counts, strict=True))
         starts = range(0, len(lines), int(row["batch.size"]))
-        found["speedup"] = speedup(*per_token)
-        found["speedup_wall"] = speedup_wall(
+        ratios["speedup"] = speedup(*per_token)
+        ratios["speedup_wall"] = speedup_wall(
             *(np.maximum.reduceat(time, starts, axis=1).sum(1) for time in seconds)
         )
-    return {key: estimate for key, estimate in found.items() if estimate}
+    return {key: estimate for key, estimate in ratios.items() if estimate}
 
 
 def _whole(line: Generation, generate_len: int) -> list[tuple[int, int]]:
@@ -78,7 +78,7 @@ def _whole(line: Generation, generate_len: int) -> list[tuple[int, int]]:
     """
     rounds, written = line.get("rounds") or [], len(line.get("speculative") or ())
     is_cut = written < generate_len and 1 + sum(accepted + 1 for _, accepted in rounds) > written
-    return [one for one in rounds[: -1 if is_cut else None] if one[0]]
+    return [pair for pair in rounds[: -1 if is_cut else None] if pair[0]]
 
 
 def _in_words(change: Difference) -> str:
