@@ -149,9 +149,8 @@ def _result(config: Config, job: Job) -> Result:
         raise UserError("sweep.dry_run=true: a dry run has no result")
     metrics = run_scenario(config, job)
     folder = Path(config.runs_dir, metrics["id"])
-    generations, history = (
-        read_lines(folder / f"{name}.jsonl", ROW) for name in ("generations", "history")
-    )
+    generations = read_lines(folder / "generations.jsonl", ROW)
+    history = read_lines(folder / "history.jsonl", ROW)
     return Result(folder, metrics, generations, history)
 
 

@@ -173,7 +173,8 @@ def judged(
 
 def outputs(line: Line) -> dict[str, list[int]]:
     """Return the outputs of a row by the way they were written."""
-    return {way: tokens for way in WAYS if (tokens := getattr(line, way))}
+    tokens = {way: getattr(line, way) for way in WAYS}
+    return {way: row for way, row in tokens.items() if row}
 
 
 def _check(plan: Plan, lines: Sequence[Line], prompts: Sequence[Sequence[int]]) -> None:

@@ -87,10 +87,8 @@ def examine(module: str) -> Iterator[Finding]:
     there are none.
     """
     plugins.load([module])
-    policies, drafts = (
-        [name for name in registry if _is_of(registry, name, module)]
-        for registry in (POLICIES, DRAFTS)
-    )
+    policies = [name for name in POLICIES if _is_of(POLICIES, name, module)]
+    drafts = [name for name in DRAFTS if _is_of(DRAFTS, name, module)]
     if not policies and not drafts:
         raise UserError(f"{module}: registers neither a cache policy nor a draft")
     for policy in policies:

@@ -140,7 +140,8 @@ def drawn_otherwise(ranks: Sequence[float]) -> bool:
         return False
     rank_N = torch.tensor(sorted(ranks), dtype=torch.float64)
     even_N = torch.arange(len(rank_N) + 1) / len(rank_N)
-    furthest = torch.maximum((rank_N - even_N[:-1]).abs(), (even_N[1:] - rank_N).abs()).max()
+    below_N, above_N = (rank_N - even_N[:-1]).abs(), (even_N[1:] - rank_N).abs()
+    furthest = torch.maximum(below_N, above_N).max()
     return float(furthest) * sqrt(len(rank_N)) > UNLIKELY
 
 
@@ -223,7 +224,8 @@ class _Reader:
     """An attention backend that checks what one layer of a cache has it read."""
 
     def __init__(self, attention: Attention, cache: DraftCache, layer: int):
-        self._attention, self._cache, self._layer = attention, cache, layer
+        self._attention = attention
+        self._cache, self._layer = cache, layer
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._attention, name)
@@ -257,7 +259,8 @@ class _Reader:
         cache, num_new = self._cache, q_BTHD.shape[1]
         if k_BKSD.data_ptr() != cache.k_LBKSD[self._layer].data_ptr():
             return
-        read_B, written_B, where = plan.seqlens_B - num_new, cache.seqlens_B, f"layer {self._layer}"
+        read_B, written_B = plan.seqlens_B - num_new, cache.seqlens_B
+        where = f"layer {self._layer}"
         if (wrong_B := (read_B < 0) | (read_B > written_B)).any():
             has = f"its rows have {listed(written_B[wrong_B])} valid ones"
             raise Broken(f"seqlens_B: {where} reads {listed(read_B[wrong_B])} slots: {has}")

@@ -190,22 +190,29 @@ def head_from(
         )
     taps = file.eagle_aux_hidden_state_layer_ids or nested.eagle_aux_hidden_state_layer_ids
     has = tensors if tensors is not None else {"lm_head.weight": None, "d2t": None}
+
+    def begins(prefix: str) -> bool:
+        return any(name.startswith(prefix) for name in has)
+
     return HeadConfig(
         **{entry.name: getattr(model, entry.name) for entry in fields(ModelConfig)},
         draft_vocab_size=file.draft_vocab_size or model.vocab_size,
         target_hidden_size=file.target_hidden_size or model.hidden_size,
         taps=tuple(taps or ()),
         norm_before_residual=file.norm_before_residual,
-        input_norms="joint" if file.norm_before_fc else "each" if file.fc_norm else "none",
+        input_norms=_input_norms(file),
         norm_output=file.norm_output,
         own_embedding="embed_tokens.weight" in has,
         own_head="lm_head.weight" in has,
         maps_vocabulary="d2t" in has,
-        layer_prefix=next(
-            (prefix for prefix in PREFIXES if any(name.startswith(prefix) for name in has)),
-            PREFIXES[0],
-        ),
+        layer_prefix=next(filter(begins, PREFIXES), PREFIXES[0]),
     )
+
+
+def _input_norms(file: HeadFile) -> Literal["none", "joint", "each"]:
+    if file.norm_before_fc:
+        return "joint"
+    return "each" if file.fc_norm else "none"
 
 
 def unread_keys_of_head(plain: Mapping[str, Any]) -> dict[str, Any]:

@@ -239,7 +239,9 @@ def unread_processors(plain: Mapping[str, Any]) -> dict[str, Any]:
 def eos_ids(config: GenerationConfig) -> tuple[int, ...]:
     """Return a checkpoint's end-of-sequence tokens as a tuple, empty if it names none."""
     value = config.eos_token_id
-    return () if value is None else (value,) if isinstance(value, int) else tuple(value)
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, int) else tuple(value)
 
 
 def _family(plain: Mapping[str, Any]) -> Family:
@@ -313,7 +315,8 @@ def _sliding(config: HuggingFace) -> tuple[int | None, tuple[int, ...]]:
     """Return the sliding window and its layers, by the switches that may name a window without
     using it.
     """
-    window, count, kinds = config.sliding_window, config.num_hidden_layers, config.layer_types
+    window, kinds = config.sliding_window, config.layer_types
+    count = config.num_hidden_layers
     is_used = window is not None and (
         config.model_type == "mistral" or bool(config.use_sliding_window)
     )
@@ -361,9 +364,8 @@ def _rope(config: HuggingFace) -> tuple[float, RopeScaling | None]:
     if rope.mscale and rope.mscale_all_dim:
         raise Unsupported("YaRN with mscale is not supported")
     names = [entry.name for entry in fields(RopeScaling)]
-    values: dict[str, Any] = {
-        name: value for name in names if (value := getattr(rope, name, None)) is not None
-    }
+    given = {name: getattr(rope, name, None) for name in names}
+    values: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if kind in ("llama3", "yarn"):
         original = config.original_max_position_embeddings or rope.original_max_position_embeddings
         values["original_max_position_embeddings"] = original or config.max_position_embeddings

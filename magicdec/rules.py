@@ -184,9 +184,8 @@ def parse_values(kind: type[T], plain: Any, where: str, key: str = "") -> dict[s
     Stops there, because anyone may have written the file, and it may hold millions of them.
     """
     if not isinstance(plain, dict):
-        raise UserError(
-            f"{where}: {key}{'=' * bool(key)}{SHORT.repr(plain)}: must be a JSON object"
-        )
+        begin = f"{key}=" if key else ""
+        raise UserError(f"{where}: {begin}{SHORT.repr(plain)}: must be a JSON object")
     adapter, typed = TypeAdapter(kind), {}
     for name, value in plain.items():
         try:

@@ -74,9 +74,8 @@ def cpu_limit() -> float | None:
             quota, period = (folder / "cpu.max").read_text().split()
         except (OSError, ValueError):
             try:  # cgroup v1
-                quota, period = (
-                    (folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period")
-                )
+                quota = (folder / "cpu.cfs_quota_us").read_text()
+                period = (folder / "cpu.cfs_period_us").read_text()
             except OSError:
                 continue
         if quota.strip().isdecimal():  # "max" and -1 are no limit

@@ -1,14 +1,19 @@
 """The repository as a whole: the page on architecture is true, no link leads nowhere, every script
-has its imports.
+has its imports, and statements are read once.
 """
 
+import ast
 import importlib
 import re
+from functools import cache
 from itertools import pairwise
 
 import pytest
 
 from tests.test_layers import LAYERS, ROOT
+
+SIMPLE = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Return, ast.Expr)
+MOST_NODES = 24  # of expressions, for each line of a statement
 
 DOCUMENTS = [
     *ROOT.glob("*.md"),
@@ -65,3 +70,78 @@ def test_scripts_find_what_they_import(script, monkeypatch):
         if (error.name or "").partition(".")[0] not in ("matplotlib", "cosmic_ray"):  # of extras
             raise
         pytest.skip(str(error))
+
+
+@cache
+def statements() -> list[tuple[str, ast.stmt]]:
+    """Return the statements without a body of the package, with their places."""
+    return [
+        (f"{path.relative_to(ROOT)}:{node.lineno}", node)
+        for folder in ("magicdec", "hydra_plugins")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, SIMPLE)
+    ]
+
+
+def nodes_a_line(statement: ast.stmt) -> float:
+    nodes = sum(isinstance(node, ast.expr | ast.comprehension) for node in ast.walk(statement))
+    return nodes / ((statement.end_lineno or statement.lineno) - statement.lineno + 1)
+
+
+def unpacks_a_generator(statement: ast.stmt) -> bool:
+    if not isinstance(statement, ast.Assign) or not isinstance(statement.targets[0], ast.Tuple):
+        return False
+    values = statement.value.elts if isinstance(statement.value, ast.Tuple) else [statement.value]
+    return any(isinstance(value, ast.GeneratorExp) for value in values)
+
+
+def nests_conditionals(statement: ast.stmt) -> bool:
+    outer = (node for node in ast.walk(statement) if isinstance(node, ast.IfExp))
+    return any(
+        isinstance(part, ast.IfExp)
+        for node in outer
+        for part in (node.test, node.body, node.orelse)
+    )
+
+
+def names_later(statement: ast.stmt) -> bool:
+    """Return whether a value is read to the left of the walrus that names it."""
+    nodes = list(ast.walk(statement))
+    named = {
+        node.target.id: (node.lineno, node.col_offset)
+        for node in nodes
+        if isinstance(node, ast.NamedExpr)
+    }
+    return any(
+        (node.lineno, node.col_offset) < named.get(node.id, (0, 0))
+        for node in nodes
+        if isinstance(node, ast.Name)
+    )
+
+
+@pytest.mark.parametrize(
+    "reads_twice",
+    [
+        pytest.param(lambda statement: nodes_a_line(statement) > MOST_NODES, id="dense"),
+        unpacks_a_generator,
+        nests_conditionals,
+        names_later,
+    ],
+)
+def test_statements_are_read_once(reads_twice):
+    """Name the steps of what is found here."""
+    assert [place for place, statement in statements() if reads_twice(statement)] == []
+
+
+@pytest.mark.parametrize(
+    ("reads_twice", "source"),
+    [
+        (unpacks_a_generator, "a, b = (len(x) for x in y)"),
+        (nests_conditionals, "a = 1 if b else 2 if c else 3"),
+        (names_later, "a = [b for c in d if (b := len(c))]"),
+        (lambda statement: nodes_a_line(statement) > MOST_NODES, f"a = {'b + ' * 13}b"),
+    ],
+)
+def test_what_reads_twice_is_found(reads_twice, source):
+    assert reads_twice(ast.parse(source).body[0])

@@ -96,7 +96,8 @@ class Codes:
         if self.along == TOKENS:
             codes = tiles.unflatten(-1, (-1, TILE, self.together)).transpose(-3, -2).flatten(-2)
         else:
-            codes = tiles.unflatten(-1, (TILE // 4, -1, 4)).transpose(-2, -1).flatten(-3, -2)
+            groups = tiles.unflatten(-1, (TILE // 4, -1, 4))
+            codes = groups.transpose(-2, -1).flatten(-3, -2)
             scales = scales.movedim(-1, -3).flatten(-4, -3)
         codes = codes.flatten(-3, -2)
         if self.bits == 4:

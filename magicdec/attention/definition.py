@@ -26,10 +26,13 @@ def max_error(backend: Attention, device: torch.device, dtype: torch.dtype) -> f
         indices_BKN = (
             torch.randperm(CONTEXT + 16, generator=generator).expand(3, KV_HEADS, -1).to(device)
         )
-        q, k, v = (x.to(device, dtype) for x in (q_BTHD, k_BKSD, v_BKSD))
+        q = q_BTHD.to(device, dtype)
+        k = k_BKSD.to(device, dtype)
+        v = v_BKSD.to(device, dtype)
         seqlens_B = torch.tensor([num_new, CONTEXT // 2, CONTEXT], dtype=torch.int32, device=device)
         shape = Shape(num_new, k.shape[2], GROUP, dtype)
-        plan, windowed = (backend.plan(seqlens_B, shape, window) for window in (None, WINDOW))
+        plan = backend.plan(seqlens_B, shape, None)
+        windowed = backend.plan(seqlens_B, shape, WINDOW)
         right, scores_BKS = softmax_attention(q, k, v, seqlens_B)
         scored, received_BKS = backend.attend_scored(q, k, v, plan)
         pairs = [

@@ -197,7 +197,8 @@ def attend_by_turns(q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, mask: Tensor
     `enable_gqa` (see its sdp_utils.cpp), and what they fall back to writes all scores out.
     """
     out_BTHD = torch.empty_like(q_BTHD)
-    of_BTKJD, q_BTKJD = (x.unflatten(2, (k_BKSD.shape[1], -1)) for x in (out_BTHD, q_BTHD))
+    heads = (k_BKSD.shape[1], -1)
+    of_BTKJD, q_BTKJD = out_BTHD.unflatten(2, heads), q_BTHD.unflatten(2, heads)
     for j in range(q_BTKJD.shape[3]):
         q_BKTD = q_BTKJD[:, :, :, j].transpose(1, 2)
         of_BTKJD[:, :, :, j] = F.scaled_dot_product_attention(

@@ -128,7 +128,7 @@ class KernelAttention(Attention[KernelPlan]):
 def dtype_obstacle(dtype: torch.dtype, dtypes: Iterable[torch.dtype]) -> str | None:
     """Return Attention.obstacle for a kernel that computes in `dtypes`."""
     if dtype not in dtypes:
-        *names, name = (str(each).removeprefix("torch.") for each in (*dtypes, dtype))
+        *names, name = [str(each).removeprefix("torch.") for each in (*dtypes, dtype)]
         return f"computes in {', '.join(names)}, not in {name}"
     return None
 

@@ -141,13 +141,9 @@ def write(path: Path, measured: Measured) -> None:
 
 
 def _fit(measured: Measured, rows: Sequence[Row]) -> Calibration:
-    priors = (
-        ON_CPUS
-        if measured.machine.device.num_sms is None
-        else SERVED
-        if measured.is_served
-        else OWN
-    )
+    priors = SERVED if measured.is_served else OWN
+    if measured.machine.device.num_sms is None:
+        priors = ON_CPUS
     return calibrate(
         rows, measured.models.__getitem__, {measured.machine.name: measured.machine}, priors
     )

@@ -78,9 +78,8 @@ def given_source(overrides: Sequence[str]) -> Source:
     plan = resolve(compose(["scenario=predict", "batch.context_len=64", *overrides]))
     hardware = asdict(plan.config.hardware)
     dtype = hardware["dtype"]
-    hardware["dtype"] = (
-        dtype if dtype != "auto" else "float32" if hardware["name"] == CPU else "bfloat16"
-    )
+    usual = "float32" if hardware["name"] == CPU else "bfloat16"
+    hardware["dtype"] = usual if dtype == "auto" else dtype
     name = plan.config.target.name
     return Source(name, {name: plan.target.config}, hardware)
 
@@ -97,7 +96,8 @@ def _rates(source: Source) -> tuple[float, float] | None:
 
 def _of_file(path: Path, given: Given) -> tuple[Source, list[Row], bool]:
     """Return the source of a file's points, the points, and whether a server was measured."""
-    folder = path if path.is_dir() else path.parent if path.name == RESULT else None
+    of_result = path.parent if path.name == RESULT else None
+    folder = path if path.is_dir() else of_result
     if folder is not None:
         return _of_run(folder, given)
     tool, levels = read_results(path)
@@ -133,7 +133,7 @@ def _of_run(folder: Path, given: Given) -> tuple[Source, list[Row], bool]:
         return source, outside_rows(source, history), True
     if config["scenario"]["name"] == "profile":
         return source._replace(models=models | source.models), profile_rows(config, history), False
-    levels = [level for line in history if (level := _level(line, run))]
+    levels = list(filter(None, (_level(line, run) for line in history)))
     if not levels:
         raise UserError(f"{folder}: has no level without speculation; measure with draft=none")
     return source, [_row_of_load(level, source, folder) for level in levels], True
@@ -172,7 +172,7 @@ def _row_of_load(level: LoadResult, source: Source, where: Path) -> Row:
     if not metrics.get("time_per_output_token_ms"):
         raise UserError(f"{where}: has no time per output token; measure with streaming")
     step_ms = metrics["time_per_output_token_ms"]
-    requests, tokens = (metrics[f"{name}_per_second"] for name in ("requests", "tokens"))
+    requests, tokens = metrics["requests_per_second"], metrics["tokens_per_second"]
     users = level.load.get("concurrency")
     prompt_len = round(level.context_len)
     return Row(

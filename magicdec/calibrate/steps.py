@@ -34,7 +34,10 @@ TARGETS = {
         ["target=llama-3.1-8b", "target.weights=random"],
     ),
 }
-GRIDS = {"cpu": ((1, 4, 8), (1024, 4096), (2,)), "cuda": ((1, 8, 32), (2048, 8192), (1, 4))}
+GRIDS = {
+    "cpu": ((1, 4, 8), (1024, 4096), (2,)),
+    "cuda": ((1, 8, 32), (2048, 8192), (1, 4)),
+}
 
 
 def timed_row(point: Mapping[str, Any], **known: Any) -> Row:
@@ -80,9 +83,8 @@ def measured(
     """
     known, name = device_in(device_name), str(hardware["name"])
     if name == "auto":
-        name = (
-            known.name if known else CPU if hardware.get("device") == "cpu" else device_name or name
-        )
+        unlisted = CPU if hardware.get("device") == "cpu" else device_name or name
+        name = known.name if known else unlisted
     reached = (
         zip(FIGURES, (round(rates[0] / 1e9, 2), round(rates[1] / 1e12, 4)), strict=True)
         if rates
@@ -132,7 +134,7 @@ def measure_here(overrides: Sequence[str]) -> Measured:
                 rows.append(row_of(plan.config.target.name, point, BUDGET))
                 task.advance(1)
             rates.append(rates_of(plan))
-    bandwidth, flops = (max(rate) for rate in zip(*rates, strict=True))
+    bandwidth, flops = [max(rate) for rate in zip(*rates, strict=True)]
     return measured(
         rows,
         models,

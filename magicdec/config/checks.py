@@ -136,7 +136,8 @@ def _run(config: Config) -> Iterator[str]:  # noqa: C901
     """Yield values that are right by themselves and wrong together, apart from those of the
     draft.
     """
-    data, scenario, corpus = config.data, config.scenario, CORPORA[config.data.name].facts
+    data, scenario = config.data, config.scenario
+    corpus = CORPORA[data.name].facts
     if (
         isinstance(scenario, Compare)
         and scenario.repeats == "auto"
@@ -211,11 +212,8 @@ def _peer(config: Config) -> Iterator[str]:
 
 def _peers_draft(config: Config) -> Iterator[str]:
     """Yield what engines other than ours cannot do with this draft."""
-    draft, engine, drafts = (
-        config.draft,
-        f"engine={config.engine.name}",
-        ("none", *config.engine.drafts),
-    )
+    draft, engine = config.draft, f"engine={config.engine.name}"
+    drafts = ("none", *config.engine.drafts)
     if draft.name not in drafts:
         yield (
             f"draft.name={draft.name}: {engine} has no such draft; choose one of"

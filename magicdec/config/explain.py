@@ -198,7 +198,8 @@ def _explain_text(error: Exception, overrides: Sequence[str]) -> str | None:
     ):
         return f"{match[1] or match[2]} is there already: leave out the +"
     if match := re.search(r"use (\+\S+=\S+)", text):
-        return f"{match[1][1:]}: write {'-m ' if match[1].startswith('+sweeps=') else ''}{match[1]}"
+        flag = "-m " if match[1].startswith("+sweeps=") else ""
+        return f"{match[1][1:]}: write {flag}{match[1]}"
     if isinstance(error, AssertionError | AttributeError):
         return None
     return re.split(r"(?:Config s|S)earch path:|See http", text)[0]
@@ -218,7 +219,8 @@ def _explain_option(missing: str, options: Sequence[str], overrides: list[str]) 
         name = key.lstrip("+").partition("@")[0]
         within = missing.removeprefix(f"{name}/")  # experiment=paper/table9
         if within != missing and within in value.split(","):
-            group, option, typed = name, within, f"{key}={within}"
+            group, option = name, within
+            typed = f"{key}={within}"
     if extra := EXTRAS.get(f"{group}={option}"):
         return f"{typed}: needs pip install 'magicdec[{extra}]'"
     within_group = (

@@ -148,7 +148,8 @@ def _typed(value: Any) -> str:
         plain = re.fullmatch(r"[\w.:/-]+", value)
         return value if plain else QuotedString(value, Quote.single).with_quotes()
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {_typed(inner)}" for key, inner in value.items()) + "}"
+        entries = [f"{key}: {_typed(inner)}" for key, inner in value.items()]
+        return "{" + ", ".join(entries) + "}"
     if isinstance(value, Sequence):
         return "[" + ", ".join(map(_typed, value)) + "]"
     return "null" if value is None else str(value)

@@ -58,7 +58,8 @@ class Registry(Generic[F]):
 
         `keyword` is a value of the key that names no choice, such as auto.
         """
-        self.key, self.attribute, self.packages, self.keyword = key, attribute, packages, keyword
+        self.key, self.attribute = key, attribute
+        self.packages, self.keyword = packages, keyword
         self._entries: dict[str, Entry[F]] = {}
 
     def register(self, facts: F) -> Callable[[W], W]:

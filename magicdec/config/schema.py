@@ -33,9 +33,8 @@ from magicdec.rules import (
 )
 
 # In an installation conf/ is in the package, in a checkout next to it.
-CONF = next(
-    path for folder in Path(__file__).resolve().parents[1:3] if (path := folder / "conf").is_dir()
-)
+PLACES = [folder / "conf" for folder in Path(__file__).resolve().parents[1:3]]
+CONF = next(place for place in PLACES if place.is_dir())
 
 
 def own_folders() -> list[Path]:

@@ -68,9 +68,8 @@ def predicted_metrics(
             and min(ours, theirs) > 0
         ):
             predicted[f"predicted/{name.removesuffix('_ms')}_error"] = ours / theirs - 1
-    errors = [
-        float(e) for step in STEPS if (e := predicted.get(f"predicted/{step}_error")) is not None
-    ]
+    given = [predicted.get(f"predicted/{step}_error") for step in STEPS]
+    errors = [float(error) for error in given if error is not None]
     return predicted | ({"predicted/step_error": max(errors, key=abs)} if errors else {})
 
 

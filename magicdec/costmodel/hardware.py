@@ -256,7 +256,8 @@ def _key(name: str) -> str:
 
 def _named(name: str) -> tuple[int, Device | None]:
     """Return the count and the device of a name, None for a device without a datasheet."""
-    count, key = match.groups() if (match := re.fullmatch(NAME, _key(name))) else (None, "")
+    match = re.fullmatch(NAME, _key(name))
+    count, key = match.groups() if match else (None, "")
     return int(count or 1), next(
         (device for device in DEVICES.values() if _key(device.name) == key), None
     )

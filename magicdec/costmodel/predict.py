@@ -207,7 +207,7 @@ def critical_context(setup: Setup, gamma: int, batches: tuple[int, int] = BATCHE
     setups = [setup.at(batch=batch) for batch in batches]
 
     def gain(context: int) -> float:
-        smaller, larger = (round_times(one.at(context=context), gamma) for one in setups)
+        smaller, larger = [round_times(each.at(context=context), gamma) for each in setups]
         return larger.target.total / larger.round_s - smaller.target.total / smaller.round_s
 
     low, high = SHORTEST, setup.target.max_position_embeddings

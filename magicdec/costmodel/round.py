@@ -79,8 +79,10 @@ class Setup:
         """Return the draft's cache policy and budget, or an empty text for a draft without a
         cache.
         """
-        parts = [self.cache.policy] + [f"{self.cache.budget:,}"] * self.cache.has_budget
-        return " ".join(parts) if self.draft.is_model else ""
+        if not self.draft.is_model:
+            return ""
+        budget = f" {self.cache.budget:,}" if self.cache.has_budget else ""
+        return f"{self.cache.policy}{budget}"
 
     @property
     def ranks(self) -> int:

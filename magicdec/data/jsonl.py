@@ -157,11 +157,8 @@ def _row(place: Place, keys: Fields, request: PromptRequest) -> Row:
 
     if keys.speaker and (speaker := value("speaker")) not in USERS:
         raise Unfit(f"{where}: data.speaker={keys.speaker}: {speaker!r} begins, not the user")
-    output, most, reference = (
-        number_in(value("output_len")),
-        request.most_new_tokens,
-        value("reference") or [],
-    )
+    output, most = number_in(value("output_len")), request.most_new_tokens
+    reference = value("reference") or []
     if isinstance(output, str):
         output = len(request.encode(output)) if most else 1
     if most and keys.output_len and count("output_len", output) > most:
@@ -222,7 +219,8 @@ def _filled(lengths: list[int], keys: Fields, request: PromptRequest) -> list[li
         number = next(
             (number for number, taken in enumerate(used) if taken + length <= size), len(used)
         )
-        used += [0] * (number == len(used))
+        if number == len(used):
+            used.append(0)
         places.append((number, used[number]))
         used[number] += length
     wanted = replace(request, num_rows=len(used), context_len=len(prefix) + size, path=keys.filler)

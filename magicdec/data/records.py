@@ -161,7 +161,8 @@ def _json_lines(texts: Iterable[str], lines: Lines, corpus: str) -> Iterator[Pla
 
 def _array(texts: Iterable[str], lines: Lines, corpus: str) -> Iterator[Place]:
     """Yield the rows of an array as they are read: a file of gigabytes is not in memory at once."""
-    buffer, at, number = "", 0, 1
+    buffer = ""
+    at, number = 0, 1
     for text in texts:
         buffer, at = buffer[at:] + text, 0
         while before := BEFORE_A_ROW.match(buffer, at):

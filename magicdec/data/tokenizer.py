@@ -62,11 +62,12 @@ def prefix_of(tokenizer: Any) -> tuple[int, ...]:
     """Return the tokens that a tokenizer puts before a text, such as the beginning of a sequence;
     () if none.
     """
-    bare, full = (
-        list(tokenizer.encode("a", add_special_tokens=special)) for special in (False, True)
-    )
-    starts = [i for i in range(len(full) - len(bare) + 1) if full[i : i + len(bare)] == bare]
-    return tuple(full[: starts[0]]) if starts else ()
+    bare = list(tokenizer.encode("a", add_special_tokens=False))
+    full = list(tokenizer.encode("a", add_special_tokens=True))
+    for start in range(len(full) - len(bare) + 1):
+        if full[start : start + len(bare)] == bare:
+            return tuple(full[:start])
+    return ()
 
 
 def encode_prompt(tokenizer: Any, text: str) -> list[int]:

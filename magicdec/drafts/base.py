@@ -164,12 +164,10 @@ class ModelDraft(Draft):
         """Use the size of the target's vocabulary: models with one tokenizer may pad theirs to
         different sizes.
         """
-        self.model, self.cache, self.gamma, self.sampling = model, cache, spec.gamma, spec.sampling
-        self.phases, self.caches, self.vocab_size = (
-            cache.phases,
-            (cache,),
-            spec.target.config.vocab_size,
-        )
+        self.model, self.vocab_size = model, spec.target.config.vocab_size
+        self.cache, self.caches = cache, (cache,)
+        self.gamma, self.phases = spec.gamma, cache.phases
+        self.sampling = spec.sampling
 
     @override
     def propose(self, state: State, gamma: int) -> Proposal:

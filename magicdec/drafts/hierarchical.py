@@ -125,11 +125,8 @@ class HierarchicalDraft(SelfDraft):
             spec.target, spec.new_cache(spec.target, spec.target_cache), spec.target_cache, spec
         )
         self.caches += inner.caches
-        self.inner, self.inner_gamma, self.eos = (
-            inner,
-            spec.draft.extra_tokens,
-            spec.state.eos[..., :0],
-        )
+        self.inner, self.inner_gamma = inner, spec.draft.extra_tokens
+        self.eos = spec.state.eos[..., :0]
 
     @classmethod
     @override

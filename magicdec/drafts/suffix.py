@@ -60,7 +60,8 @@ def look_up(text_S: Tokens, length: int, suffix: Tokens, gamma: int) -> tuple[To
         following = text_S[ends + 1]
         if len(ends) > 1:
             _, kind, count = np.unique(following, return_inverse=True, return_counts=True)
-            best = len(ends) - 1 - int(np.argmax(np.where(following == NONE, 0, count[kind])[::-1]))
+            votes = np.where(following == NONE, 0, count[kind])
+            best = len(ends) - 1 - int(np.argmax(votes[::-1]))  # of equal ones the latest
             ends, following = ends[following == following[best]], following[best:]
         if following[0] == NONE:
             return text_S[length : length + step].copy(), matched
@@ -83,7 +84,8 @@ class SuffixDraft(Draft):
         self, rows: int, capacity: int, gamma: int, keys: SuffixLookup, device: torch.device
     ):
         """Allocate. `capacity` is the number of tokens that a row may have."""
-        self.gamma, self.max_suffix, self.history = gamma, keys.max_suffix, keys.history
+        self.gamma = gamma
+        self.max_suffix, self.history = keys.max_suffix, keys.history
         self._texts_BS = np.full((rows, self.max_suffix + capacity + gamma), NONE, np.int32)
         self._lengths = [0] * rows  # tokens of each text that are known here
         self._earlier_S = self._padded(np.empty(0, np.int32))

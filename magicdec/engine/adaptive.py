@@ -46,7 +46,8 @@ class Estimate:
 
     def __init__(self, decay: float = DECAY):
         """Begin with the prior; `decay` is what a round leaves of what has been seen before."""
-        self._accepted, self.judged, self._decay = PRIOR_ALPHA * PRIOR_JUDGED, PRIOR_JUDGED, decay
+        self._accepted, self.judged = PRIOR_ALPHA * PRIOR_JUDGED, PRIOR_JUDGED
+        self._decay = decay
         # Rows, by i.
         self._tried, self._held = defaultdict[int, float](float), defaultdict[int, float](float)
 

@@ -66,7 +66,8 @@ class Decoder:
         """Set up. `gammas` are those to choose among while decoding; without any, every round
         proposes draft.gamma.
         """
-        self.target, self.cache, self.state, self.sampling = target, cache, state, sampling
+        self.target, self.cache = target, cache
+        self.state, self.sampling = state, sampling
         self.synthetic_acceptance, self.gammas = synthetic_acceptance, gammas
         # A draft that is given the target's hidden states in the prefill.
         self.listener: Draft | None = None
@@ -293,11 +294,8 @@ class Decoder:
     ) -> Generation:
         """Read the counters back, once."""
         state, rounds = self.state, len(round_seconds)
-        tokens, starts, ends = (
-            state.tokens_BS.tolist(),
-            state.prompt_len_B.tolist(),
-            state.num_tokens_B.tolist(),
-        )
+        tokens = state.tokens_BS.tolist()
+        starts, ends = state.prompt_len_B.tolist(), state.num_tokens_B.tolist()
         return Generation(
             tokens=[row[start:end] for row, start, end in zip(tokens, starts, ends, strict=True)],
             # The next pass counts into the same buffers.
@@ -318,7 +316,8 @@ class _StopFlag:
     """
 
     def __init__(self, finished_B: Tensor):
-        self._finished_B, self._posted, self._read = finished_B, 0, 0
+        self._finished_B = finished_B
+        self._posted = self._read = 0
         if finished_B.is_cuda:  # two of each: of the round that runs, and of the one before
             self._flags = torch.zeros(2, dtype=torch.bool, pin_memory=True)
             self._events = [torch.cuda.Event() for _ in range(2)]

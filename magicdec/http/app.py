@@ -119,11 +119,9 @@ class Admission:
     """
 
     def __init__(self, engine: AsyncEngine, max_waiting: int):
-        self._engine, self._room, self._arriving = (
-            engine,
-            engine.scheduler.slots.num_slots + max_waiting,
-            0,
-        )
+        self._engine = engine
+        self._room = engine.scheduler.slots.num_slots + max_waiting
+        self._arriving = 0
 
     @contextmanager
     def arriving(self) -> Iterator[None]:
@@ -149,7 +147,8 @@ def create_app(engine: AsyncEngine, tokenizer: Any, model: str, max_waiting: int
         async with engine:
             yield
 
-    meters, admission, numbers = Meters(engine), Admission(engine, max_waiting), count()
+    meters, admission = Meters(engine), Admission(engine, max_waiting)
+    numbers = count()
     app = FastAPI(title="magicdec", lifespan=lifespan, redirect_slashes=False)
     app.add_exception_handler(
         HTTPException, lambda _, error: _error(error.status_code, error.detail, error.headers)
@@ -242,13 +241,9 @@ class Answer:
         text: StoppableText,
         meters: Meters,
     ):
-        self._asked, self._stream, self._head, self._text, self._meters = (
-            asked,
-            stream,
-            head,
-            text,
-            meters,
-        )
+        self._asked, self._stream = asked, stream
+        self._head, self._text = head, text
+        self._meters = meters
         self._rounds = Rounds()
 
     async def events(self) -> AsyncIterator[str]:
@@ -338,11 +333,7 @@ def _error(status: int, message: str, headers: Mapping[str, str] | None = None) 
 
 def _described(status: int, message: str) -> dict[str, Any]:
     """Return an error in OpenAI's shape."""
-    kind = (
-        "server_error"
-        if status >= 500
-        else "rate_limit_error"
-        if status == 429
-        else "invalid_request_error"
-    )
+    kind = {429: "rate_limit_error"}.get(status, "invalid_request_error")
+    if status >= 500:
+        kind = "server_error"
     return {"error": {"message": message, "type": kind, "param": None, "code": status}}

@@ -291,7 +291,8 @@ class StoppableText:
     """
 
     def __init__(self, tokenizer: Any, stops: Sequence[str] = ()):
-        self._detokenizer, self._stops, self._held = Detokenizer(tokenizer), stops, ""
+        self._detokenizer = Detokenizer(tokenizer)
+        self._stops, self._held = stops, ""
         self.tokens: list[int] = []  # up to the end of the text
         self.stopped = False  # a stop string was found: nothing follows
 

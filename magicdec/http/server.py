@@ -103,7 +103,8 @@ class Server(uvicorn.Server):
             timeout_graceful_shutdown=grace_s + CLOSE_S,
         )
         super().__init__(settings)
-        self._engine, self._grace_s, self._greeting = engine, grace_s, greeting
+        self._engine = engine
+        self._grace_s, self._greeting = grace_s, greeting
 
     @override
     def run(self, sockets: Any = None) -> None:

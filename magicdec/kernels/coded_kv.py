@@ -165,10 +165,12 @@ def attend_coded(  # noqa: PLR0915
         k1 = k1 * load_pairs(at_scale, NUMBER) + load_pairs(at_scale + HALF, NUMBER)
         at_scale += HALF // 2
         k2 = k2 * load_pairs(at_scale, NUMBER) + load_pairs(at_scale + HALF, NUMBER)
-        at_v = v_codes + (at // 4 + tl.arange(0, BLOCK // 4))[:, None] * BYTES + d[None, :]
+        rows = at // 4 + tl.arange(0, BLOCK // 4)
+        at_v = v_codes + rows[:, None] * BYTES + d[None, :]
         v1, v2 = split_codes(at_v, HALF, BITS, NUMBER)
         pair = at // 2 + tl.arange(0, BLOCK // 2)
-        at_scale = v_scales + (pair // 8 * (D // F * 16) + pair % 8)[:, None] + group[None, :] * 16
+        of_pair = pair // 8 * (D // F * 16) + pair % 8
+        at_scale = v_scales + of_pair[:, None] + group[None, :] * 16
         v1 = decode_values(v1, at_scale, BLOCK, GROUPS, F)
         v2 = decode_values(v2, at_scale + GROUPS * 16, BLOCK, GROUPS, F)
         scores = tl.dot(coded_q1, k1, input_precision="ieee")

@@ -23,7 +23,8 @@ INTERPRETED = triton.knobs.runtime.interpret
 @triton.jit
 def out_row(head, r, T, K: tl.constexpr, J: tl.constexpr):
     """Return where query row r of a KV head of a row lies among the rows of (B, T, H, D)."""
-    token, query_head = (head // K).to(tl.int64) * T + r % T, (head % K) * J + r // T
+    token = (head // K).to(tl.int64) * T + r % T
+    query_head = (head % K) * J + r // T
     return token * K * J + query_head
 
 
@@ -178,7 +179,8 @@ def attend_split(  # noqa: C901, PLR0912, PLR0915
         tl.store(partial + at[:, None] * D + d[None, :], mean, mask=inside)
     else:
         at = out_row(head, r, T, K, J)
-        tl.store(out + at[:, None] * D + d[None, :], mean.to(out.dtype.element_ty), mask=inside)
+        at_mean = out + at[:, None] * D + d[None, :]
+        tl.store(at_mean, mean.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -207,9 +209,11 @@ def merge_splits(
     inside = there[:, :, None] & (d < D)[None, None, :]
     parts = tl.load(partial + at[:, :, None] * D + d[None, None, :], mask=inside, other=0.0)
     total = tl.sum(weights, 1)
-    merged = tl.sum(parts * weights[:, :, None], 1) / tl.where(total > 0, total, 1.0)[:, None]
+    weighted = tl.sum(parts * weights[:, :, None], 1)
+    merged = weighted / tl.where(total > 0, total, 1.0)[:, None]
     at_out = out + out_row(head, r, T, K, J)[:, None] * D + d[None, :]
-    tl.store(at_out, merged.to(out.dtype.element_ty), mask=(r < J * T)[:, None] & (d < D)[None, :])
+    exists = (r < J * T)[:, None] & (d < D)[None, :]
+    tl.store(at_out, merged.to(out.dtype.element_ty), mask=exists)
 
 
 @triton.jit

@@ -314,7 +314,8 @@ def write(logits, temperature, cut, last_token, out, V, length, BLOCK: tl.conste
     out += row * V
     cut += row * 4
     scale, last = scale_of(temperature, row), tl.load(last_token + row)
-    most, lowest, beyond, share = tl.load(cut), tl.load(cut + 1), tl.load(cut + 2), tl.load(cut + 3)
+    most, lowest = tl.load(cut), tl.load(cut + 1)
+    beyond, share = tl.load(cut + 2), tl.load(cut + 3)
     end = tl.minimum((part + 1) * length, V)
     for start in range(part * length, end, BLOCK):
         x = block_of(logits, start, end, BLOCK)

@@ -27,7 +27,8 @@ def matmul_rate(
     if size is None:
         size = MATMUL_ON[device.type]
         size = size if 3 * size**2 * dtype.itemsize <= _room(device) else SMALL_MATMUL
-    a, b = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
+    a = torch.randn(size, size, dtype=dtype, device=device)
+    b = torch.randn(size, size, dtype=dtype, device=device)
     multiply = matmul_of_many if device.type == "cpu" else torch.matmul
     return 2 * size**3 / fastest_s(lambda: multiply(a, b), device, repeats)
 
@@ -65,7 +66,8 @@ def captured_sum_s(rank: int, all_reduce: str, num_values: int) -> float:
     """
     device = _device(rank)
     part = share(dist.get_world_size(), all_reduce, device)
-    x, out = (torch.zeros(num_values, dtype=torch.bfloat16, device=device) for _ in range(2))
+    x = torch.zeros(num_values, dtype=torch.bfloat16, device=device)
+    out = torch.zeros_like(x)
 
     def work() -> None:
         out.copy_(part.sum(x.clone()))

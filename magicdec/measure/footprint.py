@@ -145,7 +145,8 @@ class Allocations(TorchDispatchMode):
     @contextmanager
     def of_rounds(self) -> Iterator[None]:
         """Count what is held within, beyond what was held before, into `most_of_rounds`."""
-        before, peak, self.peak = self.live, self.peak, self.live
+        before, peak = self.live, self.peak
+        self.peak = self.live
         yield
         self.most_of_rounds = max(self.most_of_rounds, self.peak - before)
         self.peak = max(peak, self.peak)

@@ -108,9 +108,8 @@ def share(accepted_N: ArrayLike, possible_N: ArrayLike) -> Estimate | None:
     """Return the logit of accepted / possible tokens over all rows. Return None for too few rows
     that have possible tokens, and where all or none are accepted.
     """
-    accepted, possible = (
-        np.asarray(values, dtype=np.float64) for values in (accepted_N, possible_N)
-    )
+    accepted = np.asarray(accepted_N, dtype=np.float64)
+    possible = np.asarray(possible_N, dtype=np.float64)
     accepted, possible = accepted[possible > 0], possible[possible > 0]
     total = possible.sum()
     if len(possible) < MIN_ROWS or not 0 < accepted.sum() < total:
@@ -146,7 +145,8 @@ def speedup(plain_KN: ArrayLike, fast_KN: ArrayLike) -> Estimate | None:
     """Return the log of the ratio of the rows' mean times per token; None for too few rows or
     repeats.
     """
-    plain, fast = (np.asarray(times, dtype=np.float64) for times in (plain_KN, fast_KN))
+    plain = np.asarray(plain_KN, dtype=np.float64)
+    fast = np.asarray(fast_KN, dtype=np.float64)
     if plain.ndim != 2 or plain.shape[0] < MIN_REPEATS or plain.shape[1] < MIN_ROWS:
         return None
     repeats_K = np.log(plain.sum(1) / fast.sum(1))
@@ -161,7 +161,8 @@ def speedup_wall(plain_K: ArrayLike, fast_K: ArrayLike) -> Estimate | None:
     A batch waits for its slowest row, and one batch does not tell how slow the slowest row of
     another is. The rows are taken as given: the interval is about these batches.
     """
-    plain, fast = (np.asarray(times, dtype=np.float64) for times in (plain_K, fast_K))
+    plain = np.asarray(plain_K, dtype=np.float64)
+    fast = np.asarray(fast_K, dtype=np.float64)
     # Every row ended at its first token.
     if len(plain) < MIN_REPEATS or not (plain.all() and fast.all()):
         return None
@@ -173,7 +174,8 @@ def log_ratio(above_N: ArrayLike, below_N: ArrayLike) -> Estimate | None:
     """Return the log of the ratio of two sums over rows; None for too few rows with anything
     below.
     """
-    above, below = (np.asarray(values, dtype=np.float64) for values in (above_N, below_N))
+    above = np.asarray(above_N, dtype=np.float64)
+    below = np.asarray(below_N, dtype=np.float64)
     above, below = above[below > 0], below[below > 0]
     if len(below) < MIN_ROWS:
         return None

@@ -230,9 +230,10 @@ def agreement(
     factors: Metrics = {}
     steps = {"target_decode": (autoregressive, 0), "round": (speculative, measured.get("gamma"))}
     for name, (generations, gamma) in steps.items():
-        passes = [seconds for one in generations if (seconds := _seconds_of_all_rows(one, gamma))]
-        if passes:
-            time, least = 1e3 * median(map(fmean, passes)), measured[f"time/{name}_ms"]
+        seconds = [_seconds_of_all_rows(generation, gamma) for generation in generations]
+        means = [fmean(of_pass) for of_pass in seconds if of_pass]
+        if means:
+            time, least = 1e3 * median(means), measured[f"time/{name}_ms"]
             factors[f"agreement/{name}"] = time / min(max(time, least), least * growth)
     return factors
 

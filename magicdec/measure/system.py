@@ -78,7 +78,7 @@ class Interference:
     def description(self) -> str | None:
         """Return what has disturbed the work so far, in words; None if nothing is known."""
         now, ours = _processor_times(), _own_ticks() - self._own
-        total, idle = (now[i] - self._before[i] for i in (0, 1))
+        total, idle = now[0] - self._before[0], now[1] - self._before[1]
         others = (total - idle - ours) / total if total >= FEWEST_TICKS else 0.0
         if others > DISTURBED:
             return f"other programs took {others:.0%} of the processors"
@@ -101,7 +101,7 @@ def _processors() -> Callable[[], Row]:
     def busy() -> Row:
         nonlocal before
         now = _processor_times()
-        total, idle = (now[i] - before[i] for i in (0, 1))
+        total, idle = now[0] - before[0], now[1] - before[1]
         before = now
         return {"system/cpu": 1 - idle / total} if total else {}
 
@@ -122,7 +122,7 @@ def _processor_times() -> tuple[int, int]:
 
 def _memory() -> Row:
     """Return `system/memory_gib`: the memory of all processes, without what can be reclaimed."""
-    total, available = (proc_bytes("meminfo", field) for field in ("MemTotal", "MemAvailable"))
+    total, available = proc_bytes("meminfo", "MemTotal"), proc_bytes("meminfo", "MemAvailable")
     return {"system/memory_gib": (total - available) / GIB} if total else {}
 
 

@@ -76,16 +76,16 @@ def gpu_trouble(result: Mapping[str, Any]) -> list[str]:
         if share > THROTTLED
     ]
     others = numbers.get("gpu/shared", 0)
-    return reasons + (
-        [f"shared with {others} other process{'es' if others > 1 else ''}"] if others else []
-    )
+    if others:
+        reasons.append(f"shared with {others} other process{'es' if others > 1 else ''}")
+    return reasons
 
 
 def is_impossible(result: Mapping[str, Any]) -> bool:
     """Return whether the parts of a round were measured to take longer than the round that they
     make up.
     """
-    overhead, whole = (result.get(f"time/{name}_ms") for name in ("overhead", "round"))
+    overhead, whole = result.get("time/overhead_ms"), result.get("time/round_ms")
     return (
         isinstance(overhead, int | float)
         and isinstance(whole, int | float)

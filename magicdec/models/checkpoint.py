@@ -93,10 +93,12 @@ def pieces(config: ModelConfig, share: Share = ALONE) -> Iterator[Piece]:
 def _layer_pieces(config: ModelConfig, share: Share, theirs: str, ours: str) -> Iterator[Piece]:
     """Yield the tensors of one layer, but for the norm in front of attention."""
     E, F, D = config.hidden_size, config.intermediate_size, config.head_dim
-    q, kv, mlp = share.part(config.num_heads), share.kv_heads(config.num_kv_heads), share.part(F)
-    q, kv = (slice(heads.start * D, heads.stop * D) for heads in (q, kv))
-    q_rows, kv_rows, mlp_rows = (part.stop - part.start for part in (q, kv, mlp))
-    whole_q, whole_kv, inputs = config.num_heads * D, config.num_kv_heads * D, config.qkv_inputs
+    q = _features(share.part(config.num_heads), D)
+    kv = _features(share.kv_heads(config.num_kv_heads), D)
+    mlp = share.part(F)
+    q_rows, kv_rows, mlp_rows = _size(q), _size(kv), _size(mlp)
+    whole_q, whole_kv = config.num_heads * D, config.num_kv_heads * D
+    inputs = config.qkv_inputs
     qkv = (("q", 0, whole_q, q), ("k", q_rows, whole_kv, kv), ("v", q_rows + kv_rows, whole_kv, kv))
     for name, first_row, rows, part in qkv:
         yield Piece(
@@ -124,9 +126,19 @@ def _layer_pieces(config: ModelConfig, share: Share, theirs: str, ours: str) -> 
     yield Piece(f"{theirs}mlp.down_proj.weight", f"{ours}down.weight", 0, (E, F), columns=mlp)
 
 
+def _features(heads: slice, head_dim: int) -> slice:
+    """Return the features of some heads."""
+    return slice(heads.start * head_dim, heads.stop * head_dim)
+
+
+def _size(part: slice) -> int:
+    return int(part.stop - part.start)
+
+
 def _head_pieces(config: "HeadConfig", share: Share) -> Iterator[Piece]:
     """Yield the tensors of a head that it does not take from its target."""
-    E, read, theirs = config.hidden_size, config.target_hidden_size, config.layer_prefix
+    E, read = config.hidden_size, config.target_hidden_size
+    theirs = config.layer_prefix
     yield Piece("fc.weight", "fc.weight", 0, (E, config.num_taps * read))
     if config.input_norms == "joint":
         yield Piece("input_norm.weight", "input_norms.0.weight", 0, (config.num_taps * read,))

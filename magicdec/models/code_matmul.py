@@ -65,7 +65,8 @@ def add_product(
 ):
     """Add the product of these inputs (`column`) and their decoded weights to the outputs."""
     valid = column < F
-    part = tl.load(x + row[:, None] * F + column[None, :], (row[:, None] < M) & valid[None, :], 0.0)
+    place = x + row[:, None] * F + column[None, :]
+    part = tl.load(place, (row[:, None] < M) & valid[None, :], 0.0)
     scale = tl.load(
         scales + output[:, None] * (F // GROUP) + column[None, :] // GROUP,
         (output[:, None] < N) & valid[None, :],
@@ -92,7 +93,8 @@ def multiply_codes(
     for start in range(0, width, BLOCK_F):
         column = start + byte
         inside = (output[:, None] < N) & (column[None, :] < width)
-        code = tl.load(codes + output[:, None].to(tl.int64) * width + column[None, :], inside, 0)
+        of_output = output[:, None].to(tl.int64) * width
+        code = tl.load(codes + of_output + column[None, :], inside, 0)
         if BITS == 8:
             total = add_product(total, x, scales, column, row, output, code, M, N, F, GROUP, UPCAST)
         else:
@@ -105,4 +107,5 @@ def multiply_codes(
                 total, x, scales, width + column, row, output, code >> 4, M, N, F, GROUP, UPCAST
             )
     place = out + row[:, None] * N + output[None, :]
-    tl.store(place, total.to(out.dtype.element_ty), (row[:, None] < M) & (output[None, :] < N))
+    exists = (row[:, None] < M) & (output[None, :] < N)
+    tl.store(place, total.to(out.dtype.element_ty), exists)

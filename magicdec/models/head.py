@@ -66,7 +66,8 @@ class Head(Transformer):
     def __init__(self, config: HeadConfig, attention: Attention, share: Share = ALONE):
         """Allocate weights. `config` has the sizes of this rank's share."""
         nn.Module.__init__(self)
-        self.config, self.attention, self.share, self.is_compiled = config, attention, share, False
+        self.config, self.attention = config, attention
+        self.share, self.is_compiled = share, False
         E, joined = config.hidden_size, config.num_taps * config.target_hidden_size
         self.fc = nn.Linear(joined, E, bias=False)
         sizes = {
@@ -133,7 +134,7 @@ class Head(Transformer):
         angles = self.angles(
             *frequencies_on(self.config, tokens_BT.device), cache.positions_BT(num_new)
         )
-        cos, sin = (x[:, :, None] for x in angles)
+        cos, sin = angles[0][:, :, None], angles[1][:, :, None]
         embedded_BTE = self.share.embed(tokens_BT, self.embed.weight).to(self.dtype)
         place = cache.place(0, cache.slots_BT(num_new))
         return self.layer.before_attention(

@@ -61,7 +61,9 @@ class Operators:
         num_kv_heads = (qkv.shape[2] - num_heads) // 2
         qk, v_BTKD = qkv.split((num_heads + num_kv_heads, num_kv_heads), dim=2)
         if norms is not None:
-            qk = torch.cat((norms[0](qk[:, :, :num_heads]), norms[1](qk[:, :, num_heads:])), dim=2)
+            q_norm, k_norm = norms
+            normed = q_norm(qk[:, :, :num_heads]), k_norm(qk[:, :, num_heads:])
+            qk = torch.cat(normed, dim=2)
         q_BTHD, k_BTKD = rotate(qk, cos, sin).split((num_heads, num_kv_heads), dim=2)
         if place is not None:
             place.write(k_BTKD, v_BTKD)
@@ -91,8 +93,10 @@ class CppOperators(Operators):
     max_rows = 128  # of a matmul by our kernel; with many more, PyTorch's is faster
 
     def __init__(self) -> None:
-        kernels, p, n = library.load(), ctypes.c_void_p, ctypes.c_int64
-        self._linear, self._add_norm, self._gate, self._rotate = {}, {}, {}, {}
+        kernels = library.load()
+        p, n = ctypes.c_void_p, ctypes.c_int64
+        self._linear, self._rotate = {}, {}
+        self._add_norm, self._gate = {}, {}
         for x, w in (("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "bfloat16")):
             self._linear[getattr(torch, x), getattr(torch, w)] = function = kernels[
                 f"linear_{x}_{w}"

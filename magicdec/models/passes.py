@@ -203,7 +203,11 @@ def _calls() -> dict[tuple[torch.dtype, torch.dtype | None], Any]:
     """Return the kernels, by the types of activations and of matrices."""
     names = (("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "bfloat16"))
     kernels = library.load()
-    return {(getattr(torch, x), getattr(torch, w)): kernels[f"forward_{x}_{w}"] for x, w in names}
+    functions = {}
+    for x, w in names:
+        types = getattr(torch, x), getattr(torch, w)
+        functions[types] = kernels[f"forward_{x}_{w}"]
+    return functions
 
 
 def _parameters(layer: nn.Module) -> list[Tensor | None]:

@@ -112,9 +112,8 @@ class CodedLinear(nn.Module):
         if bits == 4:
             low, high = codes.chunk(2, dim=1)
             codes = low & 15 | high << 4
-        self.codes, self.scales = (
-            nn.Parameter(x.contiguous(), requires_grad=False) for x in (codes, scales)
-        )
+        self.codes = nn.Parameter(codes.contiguous(), requires_grad=False)
+        self.scales = nn.Parameter(scales.contiguous(), requires_grad=False)
         self.bias, self.bits = linear.bias, bits
 
     @override
@@ -157,9 +156,8 @@ class PackedLinear(nn.Module):
         else:
             packed = Int4OpaqueTensor.from_hp(weight.bfloat16(), [1, GROUP_SIZE])
             codes, scales = packed.qdata, packed.scale_and_zero
-        self.codes, self.scales = (
-            nn.Parameter(tensor, requires_grad=False) for tensor in (codes, scales)
-        )
+        self.codes = nn.Parameter(codes, requires_grad=False)
+        self.scales = nn.Parameter(scales, requires_grad=False)
         self.bias = linear.bias
 
     @override

@@ -98,7 +98,8 @@ class Transformer(nn.Module):
     def __init__(self, config: ModelConfig, attention: Attention, share: Share = ALONE):
         """Allocate weights. `config` has the sizes of this rank's share."""
         super().__init__()
-        self.config, self.attention, self.share, self.is_compiled = config, attention, share, False
+        self.config, self.attention = config, attention
+        self.share, self.is_compiled = share, False
         vocabulary = share.vocabulary_rows(config.vocab_size)
         self.embed = embedding(vocabulary, config.hidden_size)
         self.layers = nn.ModuleList(Layer(config, share) for _ in range(config.num_layers))
@@ -131,7 +132,7 @@ class Transformer(nn.Module):
     def first_entries(self, tokens_BT: Tensor, cache: KVCache) -> None:
         """Write the entries of the first layer alone, which depend on tokens and positions only."""
         x_BTE, angles = self._embedded(tokens_BT, cache)
-        cos, sin = (x[:, :, None] for x in angles)
+        cos, sin = angles[0][:, :, None], angles[1][:, :, None]
         place = cache.place(0, cache.slots_BT(tokens_BT.shape[1]))
         first = cast("Layer", self.layers[0])
         first.before_attention(self.operators, x_BTE, torch.zeros_like(x_BTE), cos, sin, place)
@@ -153,11 +154,8 @@ class Transformer(nn.Module):
         taps: Taps | None,
     ) -> Tensor:
         """Return the normalised output of all layers."""
-        ops, slots_BT, (cos, sin) = (
-            self.operators,
-            cache.slots_BT(x_BTE.shape[1]),
-            (x[:, :, None] for x in angles),
-        )
+        ops, slots_BT = self.operators, cache.slots_BT(x_BTE.shape[1])
+        cos, sin = angles[0][:, :, None], angles[1][:, :, None]
         mlp_BTE = torch.zeros_like(x_BTE)
         for i, layer in enumerate(cast("list[Layer]", self.layers)):
             x_BTE, q_BTHD = layer.before_attention(
@@ -217,12 +215,8 @@ class Transformer(nn.Module):
         """
         with torch.device("meta"):
             part = Transformer(self.config.layers(0, num_layers), self.attention, self.share)
-        part.embed, part.layers, part.norm, part.head = (
-            self.embed,
-            self.layers[:num_layers],
-            self.norm,
-            self.head,
-        )
+        part.embed, part.layers = self.embed, self.layers[:num_layers]
+        part.norm, part.head = self.norm, self.head
         part.is_compiled = self.is_compiled
         return part.eval()
 

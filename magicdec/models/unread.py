@@ -32,7 +32,8 @@ def report_keys(path: Path, keys: Mapping[str, Any], why: str) -> None:
     """Print one line about the keys of a json file that are not read, if there are any."""
     if not keys:
         return
-    shown = [f"{key[:60]}={SHORT.repr(value)}" for key, value in [*keys.items()][:MOST_KEYS]]
+    first = list(keys.items())[:MOST_KEYS]
+    shown = [f"{key[:60]}={SHORT.repr(value)}" for key, value in first]
     more = f" and {len(keys) - MOST_KEYS} more" if len(keys) > MOST_KEYS else ""
     report_line(f"{path}: {why}: {', '.join(shown)}{more}")
 

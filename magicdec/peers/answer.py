@@ -146,9 +146,8 @@ class EndpointRequest(Request):
             cut_short = "" if self.finish_reason or is_done else ", and breaks off"
             raise EndpointFailed(f"its answer has no usage, which counts its tokens{cut_short}")
         if not self.num_tokens:
-            raise EndpointFailed(
-                "its answer has no tokens" + ", says its usage, but text" * bool(self.text)
-            )
+            but_text = ", says its usage, but text" if self.text else ""
+            raise EndpointFailed(f"its answer has no tokens{but_text}")
         most = self.params.max_tokens
         if self.num_tokens < most:
             self._check_early_end(

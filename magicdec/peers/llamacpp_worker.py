@@ -31,9 +31,8 @@ def features() -> str:
     built = set(xllamacpp.get_system_info().replace("|", " ").split())
     with open("/proc/cpuinfo") as lines:
         flags = next((line.split() for line in lines if line.startswith("flags")), [])
-    with_, without = (
-        [n for n in INSTRUCTIONS if (n in built) == wanted] for wanted in (True, False)
-    )
+    with_ = [name for name in INSTRUCTIONS if name in built]
+    without = [name for name in INSTRUCTIONS if name not in built]
     left_out = [name for name in without if INSTRUCTIONS[name] in flags]
     return " ".join(with_) + (
         f"; built without this processor's {' '.join(left_out)}" if left_out else ""

@@ -86,16 +86,14 @@ def as_arguments(options: Mapping[str, Any]) -> list[str]:
     """Return options as command line arguments, as in --max-model-len 128; a flag that is false is
     left out.
     """
-    found = []
+    arguments = []
     for name, value in options.items():
-        if value is not False:
-            text = (
-                []
-                if value is True
-                else [json.dumps(value) if isinstance(value, dict) else str(value)]
-            )
-            found += [f"--{name.replace('_', '-')}", *text]
-    return found
+        if value is False:
+            continue
+        arguments.append(f"--{name.replace('_', '-')}")
+        if value is not True:
+            arguments.append(json.dumps(value) if isinstance(value, dict) else str(value))
+    return arguments
 
 
 @asynccontextmanager

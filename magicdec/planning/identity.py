@@ -42,7 +42,7 @@ def identify(key: str, choice: ModelChoice, loads: bool) -> tuple[ModelChoice, P
         for name in ModelConfig.__dataclass_fields__:
             given, read = getattr(choice.architecture, name), getattr(config, name)
             if given != read and (written is None or given != getattr(written, name)):
-                ours, theirs = ("null" if value is None else str(value) for value in (given, read))
+                ours, theirs = _shown(given), _shown(read)
                 raise UserError(
                     f"{key}.architecture.{name}={ours}: the checkpoint {folder} has {theirs}; leave"
                     " it out"
@@ -51,6 +51,10 @@ def identify(key: str, choice: ModelChoice, loads: bool) -> tuple[ModelChoice, P
     name = choice.name if is_own or is_named else _name_of(folder.resolve(), choice.name, config)
     implementation = config.implementation
     return replace(choice, name=name, architecture=config, implementation=implementation), folder
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else str(value)
 
 
 def _origin(choice: ModelChoice) -> dict[str, Any]:

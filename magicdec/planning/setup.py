@@ -24,12 +24,14 @@ def setup_of(plan: Plan, bandwidth_gbs: float | None = None, tflops: float | Non
         if model is not None and not model.config.is_predicted:
             how = "runs as transformers' modules, which have no cost model"
             raise UserError(f"{model.key}.implementation=transformers: {model.key} {how}")
-    config, h, stack = plan.config, plan.config.hardware, None
+    config, h = plan.config, plan.config.hardware
+    stack = None
     if not plan.predicts:
         listed, stack = device_in(plan.device_name), OWN_STACK
+        unlisted = CPU if h.device == "cpu" else plan.device_name
         h = replace(
             h,
-            name=listed.name if listed else CPU if h.device == "cpu" else plan.device_name,
+            name=listed.name if listed else unlisted,
             bandwidth_gbs=h.bandwidth_gbs or (None if listed else bandwidth_gbs),
             tflops=h.tflops or (None if listed else tflops),
         )

@@ -32,7 +32,7 @@ from magicdec.scenarios.points import Points
 from magicdec.scenarios.repeats import Goal
 from magicdec.scenarios.units import Stored, Unit
 from magicdec.tracking.progress import Progress
-from magicdec.units import GIB, WAYS
+from magicdec.units import GIB
 
 if TYPE_CHECKING:
     from magicdec.tracking.store import Run
@@ -111,7 +111,8 @@ def run(plan: Plan, run: "Run", progress: Progress) -> Outcome:
         | gpu.metrics()
         | profile
     )
-    plain, fast = (figures.repeats.generations(way) for way in WAYS)
+    plain = figures.repeats.generations("autoregressive")
+    fast = figures.repeats.generations("speculative")
     growth = 1 + plan.config.batch.generate_len / 2 / fmean(map(len, session.prompts.tokens))
     results |= metrics.agreement(results, plain, fast, growth)
     outputs = figures.outputs
@@ -161,7 +162,7 @@ def _decode(session: Session, batch: Batch, number: int) -> None:
 
 def _audited(batch: Batch, unit: Unit) -> Audit:
     """Return the audit of what a unit has written."""
-    plain, fast = (unit.ways[way] for way in WAYS)
+    plain, fast = unit.ways["autoregressive"], unit.ways["speculative"]
     return audit(batch.decoder, plain.tokens, fast.tokens, fast.accepted)
 
 

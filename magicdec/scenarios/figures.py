@@ -44,7 +44,8 @@ class Figures:
     @property
     def outputs(self) -> Outputs:
         """Return the new tokens of all batches."""
-        plain, fast = (self.repeats.tokens(way) for way in WAYS)
+        plain = self.repeats.tokens("autoregressive")
+        fast = self.repeats.tokens("speculative")
         rounds = [row for g in self.repeats.speculative[0] for row in metrics.rounds_by_row(g)]
         return Outputs(self.prompts, plain, fast, rounds, _decode_seconds(self.times))
 

@@ -116,7 +116,7 @@ def speed_metrics(
     result |= by_category(categories, partial(_of_category, measured))
     if len(measured) < len(WAYS):
         return result
-    plain, fast = (measured[way] for way in WAYS)
+    plain, fast = measured["autoregressive"], measured["speculative"]
     times = [
         a.stats.time_per_output_token_s / s.stats.time_per_output_token_s
         for a, s in zip(plain[0], fast[0], strict=True)
@@ -148,7 +148,8 @@ def view(
     """Return what the terminal shows: both ways at each level of load. `server` describes one that
     is not ours.
     """
-    config, described, scenario = plan.config, to_dict(plan.config), plan.config.settings(Serve)
+    config, scenario = plan.config, plan.config.settings(Serve)
+    described = to_dict(config)
     most = "up to " if described["data"].get("output_len") else ""
     lengths = (
         f"{described_context(described, results)}, {most}{config.batch.generate_len} new tokens"
@@ -182,9 +183,9 @@ def view(
     if compared := [row for row in history if "lossless/identical" in row]:
         worst = min(compared, key=lambda row: row["lossless/identical"] is not False)
         parts.append(Text.assemble("\nlossless          ", losslessness(described, worst)))
-    if limits := [
-        f"{way} {results[key]:g}" for way in WAYS if (key := f"{way}/slo_{scenario.slo}") in results
-    ]:
+    keys = {way: f"{way}/slo_{scenario.slo}" for way in WAYS}
+    limits = [f"{way} {results[key]:g}" for way, key in keys.items() if key in results]
+    if limits:
         parts.append(Text(f"\nhighest {scenario.slo} within the bounds: {', '.join(limits)}"))
     return Group(*parts)
 
@@ -249,5 +250,6 @@ def _load(row: Mapping[str, Any]) -> str:
 
 
 def _percentiles(row: Mapping[str, Any], name: str, scale: float) -> str:
-    values = [row[f"{name}_p50"], row[f"{name}_p99"]] if f"{name}_p50" in row else [row.get(name)]
+    has_percentiles = f"{name}_p50" in row
+    values = [row[f"{name}_p50"], row[f"{name}_p99"]] if has_percentiles else [row.get(name)]
     return " | ".join(three_digits(value if value is None else scale * value) for value in values)

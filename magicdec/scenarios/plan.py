@@ -86,11 +86,8 @@ def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
     best first.
     """
     config, scenario = plan.config, plan.config.settings(Search)
-    setup, acceptances, command = (
-        setup_of(plan),
-        curves(config),
-        command_line(["magicdec", *sys.argv[1:]]),
-    )
+    setup, acceptances = setup_of(plan), curves(config)
+    command = command_line(["magicdec", *sys.argv[1:]])
     workload = Workload(scenario.workload or [(setup.context, max(2, config.batch.generate_len))])
     if scenario.workload:
         setup = setup.at(context=workload.context_len)

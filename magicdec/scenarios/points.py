@@ -19,7 +19,8 @@ class Points:
     """
 
     def __init__(self, state: State, way: str, stage: Stage, progress: Progress):
-        self._state, self._way, self._stage, self._progress = state, way, stage, progress
+        self._state, self._way = state, way
+        self._stage, self._progress = stage, progress
         self._count = self._from = 0
         self._last = perf_counter()
         self._read: tuple[torch.Tensor, torch.cuda.Event | None, int, float] | None = None

@@ -39,7 +39,7 @@ def _formula(plan: Plan, results: Mapping[str, Any], gamma: int) -> Metrics:
     if "alpha" not in results or "speedup" not in results:
         return {}
     names = ("time/target_decode_ms", "time/draft_ms", "time/verify_ms", "alpha", "speedup")
-    decode, draft, verify, alpha, speedup = (float(results[name] or 0.0) for name in names)
+    decode, draft, verify, alpha, speedup = [float(results[name] or 0.0) for name in names]
     formula = formula_speedup(gamma, alpha, decode, draft, verify)
     metrics: Metrics = {"formula/speedup": formula, "formula/speedup_error": formula / speedup - 1}
     if plan.config.sampling.ignore_eos:

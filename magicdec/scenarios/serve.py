@@ -179,7 +179,8 @@ def _level_metrics(
     )
     if len(measured) < len(WAYS):
         return result
-    before, after = ([request.tokens for request in requests] for requests, _ in measured.values())
+    tokens = [[request.tokens for request in requests] for requests, _ in measured.values()]
+    before, after = tokens
     return result | lossless(plan, before, after)
 
 

@@ -138,11 +138,9 @@ def _measured(
     The context is the mean length of all prompts: rows of a corpus may have lengths of their own.
     Return None if nothing is decoded, because every row ends at its first token.
     """
-    gammas, turns, timed = (
-        [0, *_gammas(scenario)],
-        list[dict[int, float]](),
-        list[dict[int, float]](),
-    )
+    gammas = [0, *_gammas(scenario)]
+    turns: list[dict[int, float]] = []
+    timed: list[dict[int, float]] = []
     rounds = {gamma: metrics.Rounds() for gamma in gammas[1:]}
     groups = len(prompts) // rows
     for group in range(min(groups, scenario.repeats)):
@@ -277,7 +275,8 @@ def _view(by: Schedule, cells: Sequence[MeasuredCell], shares: Sequence[Share]) 
         measured.add_row(
             *key, *(f"{cell.speedups[g]:.2f}" + ("*" if g == cell.best else "") for g in gammas)
         )
-        reached.add_row(*key, f"{by.gamma(*cell[:2])}", f"{share.of_best:.1%}", _words(share))
+        gamma = by.gamma(cell.batch, cell.context)
+        reached.add_row(*key, f"{gamma}", f"{share.of_best:.1%}", _words(share))
     return Group(measured, "", reached, *_sentences(shares))
 
 

@@ -26,12 +26,9 @@ class Chooser:
 
     def __init__(self, gammas: Sequence[int]):
         """Choose among these, which may include 0."""
-        self.gammas, self._estimate, self._gamma, self._rounds = (
-            list(gammas),
-            Estimate(DECAY),
-            max(gammas),
-            0,
-        )
+        self.gammas, self._gamma = list(gammas), max(gammas)
+        self._estimate = Estimate(DECAY)
+        self._rounds = 0
         # By the size of the batch in powers of two, and by gamma.
         self._times = defaultdict[int, dict[int, deque[float]]](
             lambda: {gamma: deque(maxlen=KEPT) for gamma in self.gammas}

@@ -193,7 +193,8 @@ class Search:
 
     def __init__(self, way: str, scenario: Serve):
         assert scenario.slo is not None
-        self._way, self._scenario, self.highest = way, scenario, 0.0
+        self._way, self._scenario = way, scenario
+        self.highest = 0.0
         self._levels = highest(scenario.slo, scenario.slo_most)
         self.level: Load | None = next(self._levels)
 

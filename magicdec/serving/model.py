@@ -97,7 +97,8 @@ class Model:
         title: str,
     ):
         """`progress` opens the display of progress bars; `title` says what was loaded."""
-        self.tokenizer, self._progress, self._title = tokenizer, progress, title
+        self.tokenizer = tokenizer
+        self._progress, self._title = progress, title
         self._params = Params(sampling=Sampling.of(slots.engine.sampling, 0))
         self._new_slots = partial(Slots, slots.engine, slots.num_slots, slots.max_len)
         self._lock, self._closed = threading.Lock(), False

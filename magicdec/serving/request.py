@@ -56,7 +56,8 @@ class Request:
         params: Params,
         listener: Callable[[list[int]], None] | None = None,
     ):
-        self.prompt, self.params, self.listener = list(prompt), params, listener
+        self.prompt, self.params = list(prompt), params
+        self.listener = listener
         self.arrived = perf_counter()
         self.tokens: list[int] = []
         # Of each chunk of tokens: a round's, or the prefill's first token.
@@ -98,7 +99,8 @@ class Request:
     @property
     def stats(self) -> "Stats":
         """Times, tokens and acceptance so far."""
-        times, count, rates = self.chunk_times, self.num_tokens, acceptance(self.rounds)
+        times, count = self.chunk_times, self.num_tokens
+        rates = acceptance(self.rounds)
         return Stats(
             prompt_tokens=len(self.prompt),
             tokens=count,

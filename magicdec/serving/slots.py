@@ -97,19 +97,13 @@ class Slots:
             raise UserError(
                 f"draft.name={engine.draft.name} cannot be served; one of: none, {served}"
             )
-        self.engine, self.num_slots, self.max_len, self.gamma = (
-            engine,
-            num_slots,
-            max_len,
-            engine.gamma,
-        )
+        self.engine, self.gamma = engine, engine.gamma
+        self.num_slots, self.max_len = num_slots, max_len
         self.gammas = self._gammas()
         self.eos_token_ids = engine.target.config.eos_token_ids
         self.device = engine.target.embed.weight.device
-        self.state, single = (
-            SlotState(rows, max_len, engine.slack, self.gamma, self.eos_token_ids, self.device)
-            for rows in (num_slots, 1)
-        )
+        sizes = (max_len, engine.slack, self.gamma, self.eos_token_ids, self.device)
+        self.state, single = SlotState(num_slots, *sizes), SlotState(1, *sizes)
         self.sampling = RowSampling(num_slots, self.device)
         self.batch, self.single = (
             engine.open_on(self.state, self.sampling),

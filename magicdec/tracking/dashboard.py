@@ -98,9 +98,8 @@ def _views(entity: str) -> dict[str, list[Any]]:
     def scatter(title: str, x: Any, y: str, z: Any = None, **options: Any) -> Any:
         return v2.ScatterPlot(title=title, x=x, y=v2.SummaryMetric(y), z=z, **options)
 
-    batch, context, budget = (
-        v2.Config(key) for key in ("batch.size", "batch.context_len", "cache.budget")
-    )
+    batch, context = v2.Config("batch.size"), v2.Config("batch.context_len")
+    budget = v2.Config("cache.budget")
     speed, latency = "tokens_per_second", "time_per_output_token_ms"
     columns = [v2.Config("cache.policy"), budget, v2.Config("draft.gamma")]
     columns += [v2.SummaryMetric(key) for key in ("acceptance_rate", "speedup")]

@@ -30,8 +30,10 @@ class Stage:
     def __init__(
         self, name: str, total: float | None, at_end: Callable[["Stage"], None] | None = None
     ):
-        self.name, self.total, self.done, self.running = name, total, 0.0, True
-        self._start, self._seconds, self._at_end = perf_counter(), 0.0, at_end
+        self.name, self.running = name, True
+        self.done, self.total = 0.0, total
+        self._start, self._seconds = perf_counter(), 0.0
+        self._at_end = at_end
 
     @property
     def seconds(self) -> float:

@@ -98,7 +98,7 @@ def samples_of(folder: Path, row: int | None = None) -> list[Sample]:
 def _as_ids(line: Generation) -> Sample:
     """Return a line of generations.jsonl as a sample whose text is token ids."""
     ways = (line.get("autoregressive"), line.get("speculative"))
-    slow, fast = ([f"{token} " for token in tokens or ()] for tokens in ways)
+    slow, fast = [[f"{token} " for token in tokens or ()] for tokens in ways]
     sample = Sample(row=line["row"], context_len=line.get("context_len"), prompt_end=None)
     sample |= {"autoregressive": "".join(slow) or None, "speculative": "".join(fast) or None}
     if (rounds := line.get("rounds")) and fast:

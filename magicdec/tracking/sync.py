@@ -39,11 +39,8 @@ def _sync(options: argparse.Namespace) -> int:
 
 def _send(stored: dict, options: argparse.Namespace, api: Any) -> Logged:
     """Send one run in the chosen mode, unless W&B has all of it."""
-    given = {
-        key: value
-        for key in ("mode", "project", "entity")
-        if (value := getattr(options, key)) is not None
-    }
+    typed = {key: getattr(options, key) for key in ("mode", "project", "entity")}
+    given = {key: value for key, value in typed.items() if value is not None}
     config = stored["config"] | {"wandb": stored["config"]["wandb"] | given}
     folder = Path(stored["folder"])
     run = FinishedRun(folder, config, read_result(folder))

@@ -87,7 +87,8 @@ def _results(
 
 def _header(config: Mapping[str, Any], metrics: Metrics) -> Iterator[Text]:
     """Describe what ran."""
-    batch, scenario, hardware = config["batch"], config["scenario"], config["hardware"]
+    batch, scenario = config["batch"], config["scenario"]
+    hardware = config["hardware"]
     yield Text(f"{scenario['name']}: {described_models(config)}", style="bold")
     where = described_place(
         config, metrics.get("device") or hardware["device"], metrics.get("engine/version")
@@ -130,7 +131,8 @@ def described_data(config: Mapping[str, Any]) -> str:
 
 def described_context(config: Mapping[str, Any], metrics: Metrics) -> str:
     """Return how long the prompts are: all the same, or from the shortest to the longest."""
-    low, high, mean = (metrics.get(f"data/context_len_{name}") for name in ("min", "max", "mean"))
+    low, high = metrics.get("data/context_len_min"), metrics.get("data/context_len_max")
+    mean = metrics.get("data/context_len_mean")
     if low == high:
         return f"{high or int(config['batch']['context_len']):,} tokens of context"
     return f"{low:,} to {high:,} tokens of context ({mean:,.0f} on average)"
@@ -138,7 +140,8 @@ def described_context(config: Mapping[str, Any], metrics: Metrics) -> str:
 
 def described_models(config: Mapping[str, Any]) -> str:
     """Describe the target, the draft and its cache, in a title."""
-    target, draft, cache = config["target"], config["draft"], config["cache"]
+    draft, cache = config["draft"], config["cache"]
+    target = config["target"]
     parts = [model_label(target["name"], target.get("path"))]
     if draft["name"] == "none":
         return ", ".join([*parts, "autoregressive alone"])
@@ -155,15 +158,16 @@ def described_models(config: Mapping[str, Any]) -> str:
         return ", ".join(parts)
     parts += [f"{cache['policy']} cache"]
     if cache["policy"] not in POLICIES or POLICIES[cache["policy"]].facts.has_budget:
-        parts += [f"budget {cache.get('budget')}"] + (
-            [f"{sinks} sinks"] if (sinks := cache.get("num_sink")) else []
-        )
+        parts.append(f"budget {cache.get('budget')}")
+        if sinks := cache.get("num_sink"):
+            parts.append(f"{sinks} sinks")
     return ", ".join(parts)
 
 
 def _speeds(metrics: Metrics) -> Table:
     """Return a table of the two ways side by side."""
-    ways = [way for way in WAYS if any(three_digits(metrics.get(f"{way}/{key}")) for key in SPEEDS)]
+    speeds = {way: [metrics.get(f"{way}/{key}") for key in SPEEDS] for way in WAYS}
+    ways = [way for way in WAYS if any(map(three_digits, speeds[way]))]
     table = new_table("", *ways)
     for key, label in SPEEDS.items():
         figures = [three_digits(metrics.get(f"{way}/{key}")) for way in ways]
@@ -241,9 +245,8 @@ def losslessness(config: Mapping[str, Any], metrics: Metrics) -> Text:
         verdict = ("yes", "bold green") if passed else ("NO", "bold red")
     reason = f"; {metrics['lossless/reason']}" if "lossless/reason" in metrics else ""
     if is_sampled and _number(metrics.get("lossless/z_score")) is not None:
-        z, control, outside = (
-            metrics[f"lossless/{key}"] for key in ("z_score", "baseline_z_score", "outside_tokens")
-        )
+        z, control = metrics["lossless/z_score"], metrics["lossless/baseline_z_score"]
+        outside = metrics["lossless/outside_tokens"]
         of = (
             f"{outside} tokens that the target would not draw"
             if outside
@@ -253,9 +256,8 @@ def losslessness(config: Mapping[str, Any], metrics: Metrics) -> Text:
         return Text.assemble(verdict, scores, reason)
     if metrics["lossless/identical"] is None:
         return Text("n/a (sampling)" if is_sampled else "n/a (synthetic)")
-    gap, control = (
-        three_digits(metrics.get(f"lossless/{name}max_logit_gap")) for name in ("", "baseline_")
-    )
+    gap = three_digits(metrics.get("lossless/max_logit_gap"))
+    control = three_digits(metrics.get("lossless/baseline_max_logit_gap"))
     if metrics["lossless/identical"]:
         return Text.assemble(
             verdict,
@@ -291,11 +293,8 @@ def _steps(metrics: Metrics) -> Iterator[tuple[str, Text]]:
         "verify": "verify T_V",
         "round": "round",
     }
-    parts = [
-        f"{sign} {ms}"
-        for name, sign in names.items()
-        if (ms := three_digits(metrics.get(f"time/{name}_ms")))
-    ]
+    times = {sign: three_digits(metrics.get(f"time/{name}_ms")) for name, sign in names.items()}
+    parts = [f"{sign} {ms}" for sign, ms in times.items() if ms]
     if parts:
         yield "step times, ms", Text(", ".join(parts))
     if is_impossible(metrics):

@@ -45,7 +45,8 @@ class FinishedRun:
     @property
     def name(self) -> str:
         """Return a name that says what ran, short enough for a legend."""
-        draft, cache, batch = (self.config[group] for group in ("draft", "cache", "batch"))
+        draft, cache = self.config["draft"], self.config["cache"]
+        batch = self.config["batch"]
         context_len = self.result.get("data/context_len_mean") or batch["context_len"]
         parts = [model_label(self.config["target"]["name"], self.config["target"].get("path"))]
         if draft["name"] != "none":
@@ -173,4 +174,5 @@ def is_logged(result: Mapping[str, Any]) -> bool:
 def log_run(folder: Path, config: Settings, result: Mapping[str, Any]) -> list[Logged]:
     """Log a run that has ended to every chosen tracker."""
     run = FinishedRun(folder, config, result)
-    return [logged for tracker in chosen(config) if (logged := tracker.log_run(run)) is not None]
+    places = [tracker.log_run(run) for tracker in chosen(config)]
+    return [place for place in places if place is not None]

@@ -213,9 +213,10 @@ class Variant:
         few = numbers <= (8192 if grid.reads_shared() else 4096)
         if self.dtype == torch.float32:
             few = self.tile == MIN_TILE
+        stages_of_half = 5 if self.shallow else 3
         return {
             "num_warps": 4 if few else 8,
-            "num_stages": 2 if self.dtype == torch.float32 else 5 if self.shallow else 3,
+            "num_stages": 2 if self.dtype == torch.float32 else stages_of_half,
             "enable_fp_fusion": True,
         }
 

@@ -205,7 +205,9 @@ def _record_attention(
 ) -> tuple[Tensor, None]:
     """Note the facts of a layer, as attention of transformers' interface."""
     recording: Recording = given[NAME]
-    needs = (SINKS,) * (s_aux is not None) + (SOFTCAP,) * (softcap is not None)
+    needs: tuple[str, ...] = () if s_aux is None else (SINKS,)
+    if softcap is not None:
+        needs += (SOFTCAP,)
     recording.layers[module.layer_idx] = LayerFacts(
         num_heads=query.shape[1],
         num_kv_heads=key.shape[1],

@@ -135,7 +135,9 @@ def attend(
     factor = scaling * math.sqrt(width)
     if not math.isclose(factor, 1.0, rel_tol=1e-6):
         query = (query.float() * factor).to(query.dtype)
-    q, k, v = (_wide(x, width).transpose(1, 2) for x in (query, key, value))
+    q = _wide(query, width).transpose(1, 2)
+    k = _wide(key, width).transpose(1, 2)
+    v = _wide(value, width).transpose(1, 2)
     repeats = heads // k.shape[2]
     if repeats > 1:
         k, v = k.repeat_interleave(repeats, 2), v.repeat_interleave(repeats, 2)

@@ -42,7 +42,8 @@ class ModulesTransformer(Transformer):
 
     def __init__(self, config: ModulesConfig, decoder: Any, top: Any, attention: Attention):
         nn.Module.__init__(self)
-        self.config, self.attention, self.share, self.is_compiled = config, attention, ALONE, False
+        self.config, self.attention = config, attention
+        self.share, self.is_compiled = ALONE, False
         self.decoder, self.top = decoder, top
         self.embed = decoder.get_input_embeddings()
         self.head = top.get_output_embeddings()

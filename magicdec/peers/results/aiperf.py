@@ -120,7 +120,7 @@ def _speculation(one: Export) -> dict[str, float]:
         one.total_usage_accepted_prediction_tokens,
         one.total_usage_rejected_prediction_tokens,
     )
-    accepted, rejected = (total.avg if total else 0.0 for total in totals)
+    accepted, rejected = [total.avg if total else 0.0 for total in totals]
     return {"acceptance_rate": accepted / (accepted + rejected)} if accepted + rejected else {}
 
 

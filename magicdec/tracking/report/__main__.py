@@ -113,7 +113,8 @@ def _compare(arguments: Sequence[str]) -> None:
         "--all", action="store_true", help="every metric that differs, not only the main ones"
     )
     options = parser.parse_args(arguments)
-    a, b = (flatten(find_run(name, options.runs_dir)) for name in (options.run_a, options.run_b))
+    a = flatten(find_run(options.run_a, options.runs_dir))
+    b = flatten(find_run(options.run_b, options.runs_dir))
     drop_unread([a, b])
     console = terminal.console()
     console.print(difference.difference_table(a, b, options.all, console.width))

@@ -133,7 +133,8 @@ class Answer:
             "within noise": "; not faster than autoregressive decoding by more than noise",
         }
         rest = pays.get(place.faster, "; autoregressive decoding is faster")
-        rest += f"; noisy: {', '.join(reasons)}" if (reasons := noise(place.best)) else ""
+        if reasons := noise(place.best):
+            rest += f"; noisy: {', '.join(reasons)}"
         if place.noisy_above:
             rest += f"; {counted(len(place.noisy_above), 'noisy run')} above it: measure again"
         if not place.others:
@@ -165,7 +166,8 @@ class Answer:
             yield ": ".join(filter(None, (self.where(place), self.winner(place))))
         if len(self.places) > MAX_PLACES:
             yield f"and {counted(len(self.places) - MAX_PLACES, 'more place')}: see the report"
-        held = [f"{word} {cell(self.held[key])}" for key, word in HELD.items() if key in self.held]
+        words = {key: word for key, word in HELD.items() if key in self.held}
+        held = [f"{word} {cell(self.held[key])}" for key, word in words.items()]
         yield f"held constant: {', '.join(held) or 'nothing'}"
 
     def _name(self, row: Row) -> str:
@@ -231,7 +233,7 @@ def _is_slower(row: Row, best: Row, estimate: Estimate | None) -> bool:
             estimate, other, row.get("data/fingerprint") == best.get("data/fingerprint")
         )
         return abs(change.value) > change.half_width()
-    of_best, of_row = (interval(side, MEASURED) for side in (best, row))
+    of_best, of_row = interval(best, MEASURED), interval(row, MEASURED)
     return of_best is not None and of_row is not None and of_row[1] < of_best[0]
 
 

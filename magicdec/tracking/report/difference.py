@@ -106,7 +106,8 @@ def _caveats(a: Row, b: Row, settings: list[str], facts: list[str]) -> Iterator[
     same_work = all(key.startswith(NOT_OF_BASELINE) for key in settings) and a.get(
         "device"
     ) == b.get("device")
-    times = sorted(time for row in (a, b) if is_number(time := row.get(BASELINE)) and time > 0)
+    baselines = (a.get(BASELINE), b.get(BASELINE))
+    times = sorted(time for time in baselines if is_number(time) and time > 0)
     if same_work and len(times) == 2 and (more := times[1] / times[0] - 1) > NOISY:
         other = f", unless {' or '.join(facts)} above explains it" if facts else ""
         yield (
@@ -135,4 +136,6 @@ def _change(key: str, a: Any, b: Any) -> str:
         return ""
     if key.endswith("_error"):
         return f"{100 * (b - a):+.0f} points"
-    return f"{b / a - 1:+.1%}" if a > 0 and b > 0 else f"{b - a:+.4g}"
+    if a > 0 and b > 0:
+        return f"{b / a - 1:+.1%}"
+    return f"{b - a:+.4g}"

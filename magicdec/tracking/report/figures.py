@@ -131,13 +131,18 @@ def draw(spec: Mapping[str, Any], path: Path, command: str) -> None:
     write(path, DESCRIBED[kind](picture(spec, kind), command))
 
 
+def _num_values(rows: Sequence[Row], key: str) -> int:
+    """Return how many different values a setting has."""
+    return len({row.get(key) for row in rows} - {None})
+
+
 def draw_sweep(rows: Sequence[Row], folder: Path, command: str) -> list[Path]:
     """Draw a sweep over the one or two settings that it varies, and return the paths of the files.
 
     Raise UserError if there are no values.
     """
     written = []
-    swept = [key for key in informative(rows) if len({row.get(key) for row in rows} - {None}) > 1]
+    swept = [key for key in informative(rows) if _num_values(rows, key) > 1]
     for name, (title, only, measures) in FIGURES.items():
         x = only or _axis(rows, swept)
         series = next((key for key in swept if key != x), None)
@@ -163,7 +168,8 @@ def _value(row: Row, key: Measure) -> float | None:
     """Return a metric, or the ratio of two; None if the run has no such numbers."""
     if isinstance(key, str):
         return row[key] if is_number(row.get(key)) else None
-    over, under = (row.get(name) for name in key)
+    numerator, denominator = key
+    over, under = row.get(numerator), row.get(denominator)
     return over / under if is_number(over) and is_number(under) and under else None
 
 
@@ -223,7 +229,8 @@ def _pdf_with(content: bytes, text: str) -> bytes:
     )
     if not trailer:
         return content
-    number, root, before = int(trailer[1]), trailer[2].decode(), int(trailer[3])
+    number, before = int(trailer[1]), int(trailer[3])
+    root = trailer[2].decode()
     words = f"\ufeff{text}".encode("utf-16-be").hex()
     start = len(content) + 1
     entry = f"{number} 0 obj\n<< /Subject <{words}> >>\nendobj\n"

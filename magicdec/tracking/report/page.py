@@ -171,7 +171,8 @@ def _data(rows: Sequence[Row]) -> dict[str, Any]:
     descriptions of charts, and Vega as vl-convert carries it.
     """
     rows = [row | _judged(row) for row in rows]
-    settings, differing, keys = informative(rows), varying(rows), keys_of(rows)
+    settings, differing = informative(rows), varying(rows)
+    keys = keys_of(rows)
     shown = [
         key for key in keys if key not in LEFT_OUT and (key in differing or not is_setting(key))
     ]

@@ -287,4 +287,6 @@ def _is_metric(column: pandas.Series) -> bool:
 
 def rank(value: Any) -> tuple[int, float, str]:
     """Return a sort key: numbers first, then words, then missing values."""
-    return (0, value, "") if is_number(value) else (1 if value is not None else 2, 0.0, str(value))
+    if is_number(value):
+        return (0, value, "")
+    return (1 if value is not None else 2, 0.0, str(value))

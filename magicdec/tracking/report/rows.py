@@ -179,7 +179,7 @@ def flatten(run: Mapping[str, Any]) -> Row:
 
 def interval(row: Row, key: str) -> tuple[float, float] | None:
     """Return the 95% interval of a figure, if it has one."""
-    low, high = (row.get(f"{key}{INTERVAL}{end}") for end in ENDS)
+    low, high = [row.get(f"{key}{INTERVAL}{end}") for end in ENDS]
     return (low, high) if is_number(low) and is_number(high) else None
 
 

@@ -30,7 +30,8 @@ def summarize(sweep_dir: Path, with_figures: bool) -> None:
         console.print(terminal.runs_table(rows, None, limit=50, width=console.width))
         states = Counter(str(run.get("status")) for run in runs)
         by_state = ", ".join(f"{number:,} {state}" for state, number in sorted(states.items()))
-        for line in answered.sentences() if (answered := answer(rows)) else ():
+        answered = answer(rows)
+        for line in answered.sentences() if answered else ():
             print(f"{'finding':18}{line}")
         print(f"{counted(len(runs), 'run')}: {by_state}{f'; {left_out}' if left_out else ''}")
         files = [sweep_dir / JOBS]

@@ -149,9 +149,8 @@ def _columns(rows: Sequence[Row], all_keys: Sequence[str], grouped: bool) -> lis
     )
     main = [key for key in main if key not in under_load]
     speedups = SPEEDUPS if is_measured else PREDICTED_SPEEDUPS
-    first, others = (
-        [key for key in main if (key in speedups) == is_first] for is_first in (True, False)
-    )
+    first = [key for key in main if key in speedups]
+    others = [key for key in main if key not in speedups]
     return [
         "id",
         "status",
@@ -177,9 +176,8 @@ def marked(row: Row, key: str) -> Text:
     if key == "status" and value != "done":
         return Text(str(row.get("kind") or value), style="yellow")
     if key in ("lossless/passed", "lossless/identical", "output/agrees"):
-        return Text(
-            "" if value is None else "yes" if value else "no", style="" if value else "yellow"
-        )
+        word = "yes" if value else "no"
+        return Text("" if value is None else word, style="" if value else "yellow")
     return Text(cell(value))
 
 

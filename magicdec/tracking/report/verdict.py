@@ -51,7 +51,8 @@ def estimates(row: Row) -> dict[str, Estimate]:
     rounds = [_whole(line, int(row["batch.generate_len"])) for line in lines]
     tokens = [sum(accepted + 1 for _, accepted in of_row) for of_row in rounds]
     ratios = {"acceptance_length": log_ratio(tokens, [*map(len, rounds)])}
-    timed = [times for line in lines if (times := line.get("decode_s") or {}).keys() >= set(WAYS)]
+    times = [line.get("decode_s") or {} for line in lines]
+    timed = [of_row for of_row in times if of_row.keys() >= set(WAYS)]
     # Of a damaged file, several.
     repeats = {len(seconds) for times in timed for seconds in times.values()}
     if timed and len(timed) == len(lines) and len(repeats) == 1:
@@ -86,7 +87,8 @@ def _in_words(change: Difference) -> str:
     half = change.half_width()
     if change.value == half == 0:
         return "the same"
-    low, high = (f"{exp(change.value + end) - 1:+.1%}" for end in (-half, half))
+    low = f"{exp(change.value - half) - 1:+.1%}"
+    high = f"{exp(change.value + half) - 1:+.1%}"
     told = (
         "more than noise"
         if abs(change.value) > half
