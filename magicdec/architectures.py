@@ -113,6 +113,11 @@ class ModelConfig:
         return "native"
 
     @property
+    def attention_needs(self) -> tuple[str, ...]:
+        """Return what attention has beyond softmax(q k / sqrt(D)) v, in words."""
+        return ()
+
+    @property
     def group_size(self) -> int:
         """Return the query heads that share one KV head."""
         return self.num_heads // self.num_kv_heads

@@ -33,7 +33,7 @@ class ModulesConfig(ModelConfig):
     expert_parameters: Number = 0
     num_experts: Number = 0
     experts_per_token: Number = 0
-    attention_needs: tuple[str, ...] = ()  # of SINKS and SOFTCAP
+    weightings: tuple[str, ...] = ()  # of SINKS and SOFTCAP
     # Rotary frequencies that depend on the length: above it the long table is taken, see docs.
     long_rope_from: Tokens | None = None
     remarks: tuple[str, ...] = ()  # sentences that a run says about its model
@@ -42,6 +42,11 @@ class ModulesConfig(ModelConfig):
     @override
     def implementation(self) -> Implementation:
         return "transformers"
+
+    @property
+    @override
+    def attention_needs(self) -> tuple[str, ...]:
+        return self.weightings
 
     @property
     @override

@@ -1,6 +1,6 @@
 """Choose a backend: the requested one, or the best that works here."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 
@@ -11,22 +11,26 @@ DEVICES = {"cpu": "CPUs", "cuda": "NVIDIA GPUs"}
 
 
 def choose(
-    name: str, device: torch.device, dtype: torch.dtype, head_dims: Iterable[int]
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dims: Iterable[int],
+    needs: Collection[str] = (),
 ) -> tuple[str, str]:
     """Return a backend's name and the reason for it, which also says why better ones cannot be
-    used.
+    used. `needs` are what the models' attention has beyond the softmax, for messages.
 
     Raise UserError if `name` is not auto and cannot be used here.
     """
     head_dims = tuple(head_dims)
     if name != "auto":
-        reason = obstacle(name, device, dtype, head_dims)
+        reason = obstacle(name, device, dtype, head_dims, needs)
         if reason:
             raise UserError(f"attention={name} {reason}; use attention=auto")
         return name, f"attention={name}: as asked"
     passed_over = []
     for candidate in _best_first(device):
-        reason = obstacle(candidate, device, dtype, head_dims)
+        reason = obstacle(candidate, device, dtype, head_dims, needs)
         if reason is None:
             break
         passed_over.append(f"{candidate} {reason}")
@@ -59,7 +63,11 @@ def usable(device: torch.device, dtype: torch.dtype, head_dims: Iterable[int]) -
 
 
 def obstacle(
-    name: str, device: torch.device, dtype: torch.dtype, head_dims: Iterable[int]
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dims: Iterable[int],
+    needs: Collection[str] = (),
 ) -> str | None:
     """Return why a backend cannot be used here, as the words that follow its name in a sentence;
     None if it can.
@@ -67,4 +75,6 @@ def obstacle(
     chosen = BACKENDS[name]
     if chosen.facts.device not in (None, device.type):
         return f"is for {DEVICES[str(chosen.facts.device)]}, not for {device.type}"
+    if needs and not chosen.work.takes_weighting:
+        return f"does not have {' and '.join(sorted(needs))}"
     return next(filter(None, (chosen.work.obstacle(dtype, dim) for dim in head_dims)), None)

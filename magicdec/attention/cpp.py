@@ -46,6 +46,8 @@ class Call(ctypes.Structure):
         *library.pointers("q k v out seqlens indices counted positions scores codes cache_rows"),
         *library.numbers("rows new_tokens kv_heads group dim slots num_indices window threads"),
         *library.numbers("q_row q_token q_head k_row k_head k_slot v_row v_head v_slot"),
+        *library.pointers("sinks"),
+        ("softcap", ctypes.c_double),
     ]
 
 
@@ -53,8 +55,9 @@ class Pages(ctypes.Structure):
     """`struct Pages` of kernels/selection.cpp."""
 
     _fields_ = [
-        *library.pointers("q least largest shares first last"),
+        *library.pointers("q least largest shares first last sinks"),
         *library.numbers("rows new_tokens kv_heads group dim pages threads q_row q_token q_head"),
+        ("softcap", ctypes.c_double),
     ]
 
 
@@ -82,6 +85,7 @@ def codes_call(coded: Coded) -> CodesCall:
 class CppAttention(KernelAttention):
     """The fastest on a CPU. The first run builds it."""
 
+    takes_weighting = True
     # Arithmetic decides beyond, and another kernel is better at that.
     max_new_tokens: ClassVar[int] = 32
 
@@ -168,9 +172,11 @@ class CppAttention(KernelAttention):
         q = with_dense_entries(q_BTHD)
         tensors = [q, least_BKPD.contiguous(), largest_BKPD.contiguous(), shares_BKP]
         tensors += [x.long().contiguous() for x in (first_B, last_B)]
-        pointers = [x.data_ptr() for x in tensors]
+        sinks_H = self._sinks_H
+        pointers = [None if x is None else x.data_ptr() for x in (*tensors, sinks_H)]
         sizes = (B, T, K, H // K, D, P, torch.get_num_threads(), *q.stride()[:3])
-        self._library[f"page_shares_{TYPES[q.dtype]}"](ctypes.byref(Pages(*pointers, *sizes)))
+        call = Pages(*pointers, *sizes, self.weighting.softcap or 0.0)
+        self._library[f"page_shares_{TYPES[q.dtype]}"](ctypes.byref(call))
         return shares_BKP
 
     @override
@@ -184,6 +190,11 @@ class CppAttention(KernelAttention):
         pointers = [x.data_ptr() for x in (scores, first, last, slots)]
         self._select_largest(*pointers, first.numel(), S, slots.shape[-1], torch.get_num_threads())
         return slots
+
+    @property
+    def _sinks_H(self) -> Tensor | None:
+        sinks_H = self.weighting.sinks_H
+        return None if sinks_H is None else sinks_H.float().contiguous()
 
     def _call(
         self,
@@ -212,11 +223,13 @@ class CppAttention(KernelAttention):
         )
         codes = None if coded is None else codes_call(coded)
         pointers = [None if x is None else x.data_ptr() for x in tensors]
+        sinks_H = self._sinks_H
         pointers += [None if codes is None else ctypes.addressof(codes), None]
+        at_sinks = None if sinks_H is None else sinks_H.data_ptr()
         num_indices = 0 if indices is None else indices.shape[-1]
         sizes = (B, T, K, H // K, D, S, num_indices, plan.reach, torch.get_num_threads())
         strides = [stride for x in (q_BTHD, k_BKSD, v_BKSD) for stride in x.stride()[:3]]
         self._library[f"{function}_{TYPES[q_BTHD.dtype]}"](
-            ctypes.byref(Call(*pointers, *sizes, *strides))
+            ctypes.byref(Call(*pointers, *sizes, *strides, at_sinks, self.weighting.softcap or 0.0))
         )
         return out_BTHD

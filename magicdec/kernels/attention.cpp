@@ -222,6 +222,7 @@ class Kernel : public Attending {
                     });
                 });
             }
+            for (int64_t r = 0; c.softcap > 0 && r < query_rows; ++r) cap_scores(scores + r * BLOCK, padded, c.softcap);
             if (indices || c.positions || count < padded || !all_seen(b, at, count)) hide(b, head, slots, padded, scores);
             const Ahead ahead = fetch((v_lines + k_lines) / 5, query_rows);
             const X* p = weigh(scores, padded, to, decay, narrow, ahead);
@@ -259,6 +260,8 @@ class Kernel : public Attending {
                     tiles([&](auto R, int64_t r) { codes.template score<R>(at + s, s, r); });
                 }
                 for (int64_t s = 0; s < count; ++s) slots[s] = at + s;
+                for (int64_t r = 0; c.softcap > 0 && r < query_rows; ++r)
+                    cap_scores(codes.of_block() + r * CODED_BLOCK, count, c.softcap);
                 if (!all_seen(b, at, count)) hide<CODED_BLOCK>(b, head, slots, int(count), codes.of_block());
                 weigh<CODED_BLOCK>(codes.of_block(), int(count), to, decay, nullptr, Ahead());
                 codes.take_weights(at, count);
@@ -372,13 +375,15 @@ class Kernel : public Attending {
         else return scores;
     }
 
-    // The splits of a KV head by their log-sum-exp.
+    // The splits of a KV head, and the sink of each query head, by their log-sum-exp.
     void merge(int64_t row, int64_t head, float* partials, int64_t size) const {
         const int64_t b = cache_row(row);
         const int64_t splits = std::max<int64_t>(1, (last(b) - first(b) + SPLIT - 1) / SPLIT);
         std::vector<float> sums(c.dim), lse(whole_vectors(query_rows));
         for (int64_t r = 0; r < query_rows; ++r) {
-            float most = HIDDEN, total = 0;
+            const int64_t token = row * c.new_tokens + r % c.new_tokens, h = head * c.group + r / c.new_tokens;
+            const float sink = c.sinks ? c.sinks[h] : HIDDEN;
+            float most = sink, total = 0;
             for (int64_t i = 0; i < splits; ++i) {
                 most = std::max(most, Partial(partials + i * size, query_rows, c.dim).most[r]);
             }
@@ -389,8 +394,8 @@ class Kernel : public Attending {
                 total += weight * part.total[r];
                 for (int64_t d = 0; d < c.dim; ++d) sums[d] += weight * part.out[r * c.dim + d];
             }
+            if (sink > HIDDEN) total += std::exp(sink - most);
             const float scale = 1 / total;  // every token sees itself: a total of 0 is an error, and gives NaN
-            const int64_t token = row * c.new_tokens + r % c.new_tokens, h = head * c.group + r / c.new_tokens;
             T* out = static_cast<T*>(c.out) + (token * c.kv_heads * c.group + h) * c.dim;
             for (int64_t d = 0; d < c.dim; d += STEP) store(out + d, load<Vec8>(sums.data() + d) * scale);
             lse[r] = !c.counted || c.counted[token] ? most + std::log(total) : -HIDDEN;

@@ -27,6 +27,8 @@ struct Call {
     const int64_t* cache_rows;  // (B): the row of every tensor but q, out and counted that each row reads; null: its own
     int64_t rows, new_tokens, kv_heads, group, dim, slots, num_indices, window, threads;
     int64_t q_row, q_token, q_head, k_row, k_head, k_slot, v_row, v_head, v_slot;
+    const float* sinks;  // (H): a logit that takes its share of a query head's softmax, and adds nothing; null: none
+    double softcap;      // that scores approach: c tanh(s / c); 0: none
 };
 
 }

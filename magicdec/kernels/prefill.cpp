@@ -105,6 +105,10 @@ class Prefill {
         std::fill(out, out + c.dim * ROWS, 0.0f);
         Vec most[ROWS / LANES], total[ROWS / LANES];
         for (int i = 0; i < ROWS / LANES; ++i) most[i] = all(HIDDEN), total[i] = Vec{};
+        for (int64_t r = 0; c.sinks && r < rows; ++r) {  // in the units of scores
+            most[r / LANES][r % LANES] = c.sinks[head * c.group + (first + r) % c.group] / left();
+            total[r / LANES][r % LANES] = 1;
+        }
         const int64_t last = before + (first + rows - 1) / c.group;  // own slots of the last query row, of the first
         const int64_t start = std::max<int64_t>(0, before + first / c.group - c.window + 1);
         for (int64_t at = start; at <= last; at += SLOTS) {
@@ -117,6 +121,7 @@ class Prefill {
                 prefetch(values + (at + s) * c.v_slot);
                 if (at + SLOTS + s <= last) prefetch(keys + (at + SLOTS + s) * c.k_slot);
             });
+            if (c.softcap > 0) cap_scores(p, count * ROWS, c.softcap / left());
             if (at + count - 1 > before + first / c.group || at <= last - c.window) hide(before, first, at, count, p);
             const X* weights = weigh(p, count, most, total, out);
             stride = c.v_slot;
@@ -147,6 +152,9 @@ class Prefill {
 
     // What scores are multiplied by, and queries before, if they are in fp32.
     float scale() const { return 1.0f / std::sqrt(float(c.dim)); }
+
+    // What scores are yet to be multiplied by.
+    float left() const { return std::is_same_v<X, float> ? 1.0f : scale(); }
 
     // Query rows transposed: (D, ROWS), or pairs.
     void load_queries(int64_t b, int64_t head, int64_t first, int64_t rows, X* q) const {
@@ -200,7 +208,7 @@ class Prefill {
     // Scores become weights relative to the greatest so far; what was summed before is made relative to it, too. Returns
     // the weights as they are multiplied, in the same place.
     const X* weigh(float* p, int64_t count, Vec* most, Vec* total, float* out) const {
-        const float factor = scale();
+        const float factor = left();
         const auto weight = [=](Vec x) { return exp_as<X>(std::is_same_v<X, float> ? x : x * factor); };
         X* const weights = reinterpret_cast<X*>(p);
         for (int i = 0; i < ROWS / LANES; ++i) {

@@ -3,9 +3,12 @@
 
 #include "vectors.h"
 
+#include <limits>
+
 namespace {
 
 constexpr int STEP = 8;  // head dims are multiples of it
+constexpr float HIDDEN = -std::numeric_limits<float>::infinity();
 
 inline int64_t whole_vectors(int64_t size) { return (size + LANES - 1) / LANES * LANES; }
 
@@ -65,7 +68,9 @@ struct Pages {
     const void *q, *least, *largest;  // (B, T, H, D); (B, K, P, D), contiguous
     float* shares;                    // (B, K, P), contiguous
     const int64_t *first, *last;      // (B): pages to consider
+    const float* sinks;               // (H), and a soft cap of scores, as in call.h
     int64_t rows, new_tokens, kv_heads, group, dim, pages, threads, q_row, q_token, q_head;
+    double softcap;
 };
 }
 
@@ -86,10 +91,10 @@ Quad bounds(const float* q, const T* const* least, const T* const* most, int64_t
     return sums_of(sums[0], sums[1], sums[2], sums[3]);
 }
 
-// Adds a query's softmax over `count` bounds to the shares.
-void add_softmax(float* bounds, int64_t count, float* shares) {
-    const float most = *std::max_element(bounds, bounds + count);
-    float total = 0;
+// Adds a query's softmax over `count` bounds, and its sink, to the shares.
+void add_softmax(float* bounds, int64_t count, float sink, float* shares) {
+    const float most = std::max(sink, *std::max_element(bounds, bounds + count));
+    float total = sink > HIDDEN ? std::exp(sink - most) : 0;
     for_vectors(count, [&](int64_t i, auto load, auto store) { store(bounds + i, exp_vec(load(bounds + i) - most)); });
     for (int64_t i = 0; i < count; ++i) total += bounds[i];
     for (int64_t i = 0; i < count; ++i) shares[i] += bounds[i] / total;
@@ -117,7 +122,8 @@ void share(const Pages& c, int64_t b, int64_t head, float* q, float* bound) {
             const Quad four = bounds(q, low, high, c.dim);
             std::memcpy(bound + p, &four, sizeof four);
         }
-        add_softmax(bound, count, shares + first);
+        if (c.softcap > 0) cap_scores(bound, count, c.softcap);
+        add_softmax(bound, count, c.sinks ? c.sinks[head * c.group + r / c.new_tokens] : HIDDEN, shares + first);
     }
 }
 

@@ -41,6 +41,14 @@ def weigh(most, total, scores, scale):
 
 
 @triton.jit
+def capped(scores, softcap):
+    """Return c tanh(s / c) of scores s and a soft cap c, both in powers of two."""
+    # e^(2 s / c), with s in its own unit: 2 log2(e) / c. A large one makes the share 1.
+    power = tl.exp2(scores * (2 * 1.4426950408889634 / softcap))
+    return softcap * (1 - 2 / (power + 1))
+
+
+@triton.jit
 def fold(most, total, sums, scores, scale, v_tile):
     """Take a block's scores and values into a running softmax and its sums."""
     most, total, decay, p = weigh(most, total, scores, scale)
@@ -60,12 +68,14 @@ def attend_split(  # noqa: C901, PLR0912, PLR0915
     partial,  # (B x K, splits, R, D), fp32: of several
     lse,  # (B x K, splits, R), fp32: of several splits, or with scores
     raw,  # (B x K, R, S), fp32: scores in powers of two, of the slots that a query row sees
+    sinks,  # (H), fp32: logits in powers of two that take weight and add nothing; None: none
     T,
     S,
     num_splits,
     num_indices,
     reach,  # tokens that one sees, itself included; None: all before it
     scale,  # of the scores, for powers of two
+    softcap,  # that scores approach, in powers of two; None: none
     q_row,
     q_token,
     q_head,
@@ -121,8 +131,14 @@ def attend_split(  # noqa: C901, PLR0912, PLR0915
 
     most = tl.full([TILE], float("-inf"), tl.float32)
     total = tl.zeros([TILE], tl.float32)
+    if sinks is not None:  # the first split counts them
+        query_head = tl.minimum(kv * J + r // T, K * J - 1)
+        most = tl.where(split == 0, tl.load(sinks + query_head), most)
+        total += tl.where(split == 0, 1.0, 0.0)
     sums = tl.zeros([TILE, PADDED_D], tl.float32)
-    left = scale if UNMASKED else 1.0  # by which a block's scores are yet to be multiplied
+    CAPPED: tl.constexpr = softcap is not None
+    # By which a block's scores are yet to be multiplied.
+    left = scale if UNMASKED and not CAPPED else 1.0
     begin, until = start, start  # of the blocks that all query rows see
     if UNMASKED:
         if reach is not None:
@@ -150,8 +166,10 @@ def attend_split(  # noqa: C901, PLR0912, PLR0915
                 k_tile, v_tile = k_tile.to(tl.float32), v_tile.to(tl.float32)
             scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
             # A verification: with both products in `fold`, it would need more registers.
-            if not UNMASKED:
+            if not UNMASKED or CAPPED:
                 scores *= scale
+            if CAPPED:
+                scores = capped(scores, softcap)
             if masked:
                 seen = valid[None, :] & (slot[None, :] <= own[:, None])
                 if reach is not None:

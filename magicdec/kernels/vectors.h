@@ -244,6 +244,15 @@ inline Vec exp_vec(Vec x) {
     return p * reinterpret_cast<Vec>(exponent);
 }
 
+// Scores s under a soft cap: c tanh(s / c), in place.
+inline void cap_scores(float* scores, int64_t count, float cap) {
+    for_vectors(count, [=](int64_t i, auto load, auto store) {
+        const Vec x = load(scores + i) * (-2.0f / cap), below = x > 0.0f ? -x : x;
+        const Vec p = exp_vec(below), share = (1.0f - p) / (1.0f + p);  // tanh of |s| / c
+        store(scores + i, cap * (x > 0.0f ? -share : share));
+    });
+}
+
 #if BF16_PRODUCTS
 // e^x for x <= 0 in fewer steps: its relative error grows with x, to 1e-6 at -16. 0 from -110 down. NaN stays NaN.
 inline Vec exp_short(Vec x) {

@@ -69,8 +69,10 @@ def resolve(config: Config) -> Plan:  # noqa: C901
         config = replace(config, draft=replace(config.draft, tensor_parallel=draft.num_ranks))
     reasons = []
     if config.engine.name == "native":
-        head_dims = [model.config.head_dim for model in (target, draft) if model is not None]
-        backend, why = backends.choose(config.attention, device, dtype, head_dims)
+        architectures = [model.config for model in (target, draft) if model is not None]
+        head_dims = [one.head_dim for one in architectures]
+        needs = {need for one in architectures for need in one.attention_needs}
+        backend, why = backends.choose(config.attention, device, dtype, head_dims, needs)
         if config.hardware.cuda_graphs and not BACKENDS[backend].facts.captured:
             how = "plans on the host, which no graph can capture; set hardware.cuda_graphs=false"
             raise UserError(f"hardware.cuda_graphs=true: attention={backend} {how}")

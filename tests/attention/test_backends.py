@@ -96,3 +96,16 @@ def test_a_backend_from_outside_is_chosen_by_its_priority(monkeypatch):
     )
     assert "mine" in backends.usable(CPU, torch.float32, [64])
     assert backends.obstacle("mine", CUDA, torch.float32, [64]) == "is for CPUs, not for cuda"
+
+
+@pytest.mark.skipif(library.compiler() is None, reason="needs a C++ compiler")
+def test_a_backend_without_sinks_is_refused_and_passed_over(monkeypatch):
+    needs = ("a soft cap of scores", "attention sinks")
+    name, why = backends.choose("auto", CPU, torch.float32, [64], needs)
+    assert (name, why) == ("cpp", "attention=auto: cpp is the fastest at hand")
+    monkeypatch.setattr(BACKENDS["cpp"].work, "takes_weighting", False)
+    name, why = backends.choose("auto", CPU, torch.float32, [64], needs)
+    assert name == "sdpa"
+    assert "cpp does not have a soft cap of scores and attention sinks" in why
+    with pytest.raises(UserError, match="attention=cpp does not have"):
+        backends.choose("cpp", CPU, torch.float32, [64], needs)

@@ -40,6 +40,13 @@ def test_against_sdpa(attention, num_new, group, dtype):
         )
 
 
+@pytest.mark.parametrize("num_new", [1, 5, cpp.CppAttention.max_new_tokens + 1])
+@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_sinks_and_soft_caps(attention, num_new, group, dtype):
+    twins.check_weightings(attention, num_new, group, 32, dtype, TOLERANCE[dtype])
+
+
 @pytest.mark.parametrize("num_new", [1, 2, 5, 9])
 @pytest.mark.parametrize("group", [1, 4, 8])
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
@@ -211,6 +218,10 @@ def test_page_shares_against_pytorch(attention, dtype, group, num_new, dim, page
     arguments = (keys.amin(0), keys.amax(0), first, last)
     right = SdpaAttention().page_shares(q.float(), *(x.float() for x in arguments[:2]), first, last)
     torch.testing.assert_close(attention.page_shares(q, *arguments), right, atol=1e-5, rtol=1e-5)
+    for weighting in twins.weightings(q.shape[2]):
+        twin, ours = SdpaAttention().weighted(weighting), attention.weighted(weighting)
+        right = twin.page_shares(q.float(), *(x.float() for x in arguments[:2]), first, last)
+        torch.testing.assert_close(ours.page_shares(q, *arguments), right, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("count", [1, 5, 64, 300])

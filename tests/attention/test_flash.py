@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from magicdec.attention.backends import choose
+from magicdec.attention.base import Weighting
 from magicdec.attention.cuda.flash import FlashAttention, Library
 from magicdec.attention.cuda.triton import TritonAttention
 from magicdec.attention.cuda.triton_fallback import LibraryAttention
@@ -21,7 +22,17 @@ from tests.programs import ROOT
 CUDA = torch.device("cuda")
 
 
-def flash_attn_with_kvcache(q, k_cache, v_cache, *, cache_seqlens, causal, window_size):
+def flash_attn_with_kvcache(
+    q,
+    k_cache,
+    v_cache,
+    *,
+    cache_seqlens,
+    causal,
+    window_size,
+    softcap=0.0,
+    return_softmax_lse=False,
+):
     """flash-attn 2.8's meaning of these: (B, T, H, D) over (B, S, K, D), the causal mask and the
     window aligned to the bottom right corner of each row's valid entries; a window does not count a
     token itself, and -1 is none.
@@ -32,8 +43,17 @@ def flash_attn_with_kvcache(q, k_cache, v_cache, *, cache_seqlens, causal, windo
     left, right = window_size
     assert right in (-1, 0)
     keys, values = (x.transpose(1, 2) for x in (k_cache, v_cache))
-    out, _ = twins.definition(q, keys, values, cache_seqlens, None if left < 0 else left + 1)
-    return out.to(q.dtype)
+    window, weighting = None if left < 0 else left + 1, Weighting(softcap=softcap or None)
+    given = (q, keys, values, cache_seqlens, window)
+    out = twins.definition(*given, weighting=weighting)[0].to(q.dtype)
+    if not return_softmax_lse:
+        return out
+    # With a sink of 0 weights sum to e^lse / (e^lse + 1); values of 1 show that sum.
+    with_sink = Weighting(torch.zeros(q.shape[2]), softcap or None)
+    ones = torch.ones_like(values)
+    given = (q, keys, ones, cache_seqlens, window)
+    share_BTH = twins.definition(*given, weighting=with_sink)[0][..., 0]
+    return out, torch.logit(share_BTH).transpose(1, 2)
 
 
 @pytest.fixture
@@ -57,6 +77,12 @@ def calls(monkeypatch):
 def test_against_sdpa(calls, num_new, group, window):
     """The first row has no entries before its new ones; tolerances are those of fp32."""
     twins.check(FlashAttention(), num_new, group, 16, num_new + 90, window)
+
+
+@pytest.mark.parametrize(("num_new", "group"), [(1, 4), (5, 1), (40, 2)])
+def test_sinks_and_soft_caps(calls, num_new, group):
+    twins.check_weightings(FlashAttention(), num_new, group, 16)
+    assert calls
 
 
 @pytest.fixture

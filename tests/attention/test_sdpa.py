@@ -72,3 +72,10 @@ def test_a_window_over_slots_in_no_order(num_new, group, window):
     for count in (20, 200):
         twins.check_positions(SDPA, num_new, group, D, num_new + 90, count, window)
     twins.check_scores_at_positions(SDPA, num_new, group, D, num_new + 90, window)
+
+
+@pytest.mark.parametrize(("num_new", "group"), [(1, 4), (5, 1), (70, 2)])
+def test_sinks_and_soft_caps(num_new, group, monkeypatch):
+    """Prefills write out the scores of some tokens at a time."""
+    monkeypatch.setattr("magicdec.attention.sdpa.SCORES_AT_ONCE", 3 * 2 * group * 800 * 9)
+    twins.check_weightings(SdpaAttention(), num_new, group, 16)

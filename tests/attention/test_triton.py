@@ -44,6 +44,7 @@ def attend_compiled(capability, dtype, dim, group, num_new, kind):
     constants |= {} if kind == "positions" else {"positions": None, "reach": None}
     constants |= {} if kind == "scored" else {"raw": None}
     constants |= {} if split else {"partial": None}
+    constants |= {"sinks": None, "softcap": None}
     return build(split_kv.attend_split, capability, types, constants, options)
 
 

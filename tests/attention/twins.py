@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from magicdec.attention.base import Attention, Shape
+from magicdec.attention.base import PLAIN, Attention, Shape, Weighting
 from magicdec.attention.codes import FEATURES, TOKENS, Coded, Codes
 from magicdec.attention.sdpa import SdpaAttention
 
@@ -56,7 +56,15 @@ def compacted(k, v, seqlens, num_new, count):
     return k.gather(2, from_slots), v.gather(2, from_slots), lengths, positions, slots
 
 
-def definition(q, k, v, seqlens, window=None, indices=None, positions=None, counted=None):
+def weightings(heads):
+    """Sinks, a soft cap that bends most scores, and both."""
+    sinks = torch.randn(heads, generator=torch.Generator().manual_seed(heads))
+    return [Weighting(sinks), Weighting(softcap=1.5), Weighting(sinks, 1.5)]
+
+
+def definition(
+    q, k, v, seqlens, window=None, indices=None, positions=None, counted=None, weighting=PLAIN
+):
     """Attention and the slots' scores, in fp64, of the slots that each token sees."""
     (T, H, D), (K, S) = q.shape[1:], k.shape[1:3]
     q_BKJTD = q.double().unflatten(2, (K, -1)).permute(0, 2, 3, 1, 4)
@@ -67,7 +75,13 @@ def definition(q, k, v, seqlens, window=None, indices=None, positions=None, coun
     if indices is not None:
         seen_BKTS &= (indices[..., None] == slot_S).any(2)[:, :, None]
     logits_BKJTS = torch.einsum("bkjtd,bksd->bkjts", q_BKJTD, k.double()) / math.sqrt(D)
-    p_BKJTS = logits_BKJTS.masked_fill(~seen_BKTS[:, :, None], -math.inf).softmax(-1)
+    if cap := weighting.softcap:
+        logits_BKJTS = cap * torch.tanh(logits_BKJTS / cap)
+    e_BKJTS = logits_BKJTS.masked_fill(~seen_BKTS[:, :, None], -math.inf).exp()
+    total_BKJT1 = e_BKJTS.sum(-1, keepdim=True)
+    if weighting.sinks_H is not None:
+        total_BKJT1 = total_BKJT1 + weighting.sinks_H.double().exp().view(K, -1, 1, 1)
+    p_BKJTS = e_BKJTS / total_BKJT1
     bad_BKSD = ~v.isfinite()  # of which 0 times is NaN, also where nobody sees it
     out_BKJTD = torch.einsum("bkjts,bksd->bkjtd", p_BKJTS, v.double().masked_fill(bad_BKSD, 0.0))
     out_BKJTD += torch.where((seen_BKTS.float() @ bad_BKSD.float()) > 0, math.nan, 0.0)[:, :, None]
@@ -157,6 +171,38 @@ def check(
     assert out.dtype == dtype
     right = expected(q, k, v, seqlens, window, indices)
     torch.testing.assert_close(out.float(), right, atol=tolerance, rtol=tolerance)
+
+
+def check_weightings(backend: Attention, num_new, group, dim, dtype=torch.float32, tolerance=1e-5):
+    """Compare a backend for layers with sinks and soft caps with the definition: over all slots,
+    within a window, over selected slots and over slots in no order, with scores.
+    """
+    q, k, v, seqlens = case(num_new, group, dim, num_new + 600, dtype)
+    counted = some_tokens(num_new)
+    selected = selection(seqlens, num_new, k.shape[2], 90)
+    compact = compacted(k, v, seqlens, num_new, 50)
+    for weighting in weightings(q.shape[2]):
+        ours = backend.weighted(weighting)
+        right, scores = definition(q, k, v, seqlens, counted=counted, weighting=weighting)
+        out, received = attend_scored(ours, q, k, v, seqlens, counted=counted)
+        near, windowed = definition(q, k, v, seqlens, 130, weighting=weighting)
+        few, _ = definition(q, k, v, seqlens, indices=selected, weighting=weighting)
+        some_k, some_v, lengths, positions, _ = compact
+        by_position, _ = definition(
+            q, some_k, some_v, lengths, 40, positions=positions, weighting=weighting
+        )
+        pairs = [
+            (attend(ours, q, k, v, seqlens), right),
+            (out, right),
+            (received, scores),
+            (attend(ours, q, k, v, seqlens, 130), near),
+            (attend_scored(ours, q, k, v, seqlens, 130)[1], windowed),
+            (attend(ours, q, k, v, seqlens, indices=selected), few),
+            (attend(ours, q, some_k, some_v, lengths, 40, positions=positions), by_position),
+        ]
+        for got, expected in pairs:
+            torch.testing.assert_close(got.double(), expected, atol=tolerance, rtol=tolerance)
+    assert backend.weighting.is_plain
 
 
 def check_positions(

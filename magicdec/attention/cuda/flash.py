@@ -84,6 +84,8 @@ def remedy() -> str:
 class FlashAttention(LibraryAttention):
     """The library's kernels; Triton's for a verification with FlashAttention-2."""
 
+    takes_weighting = True
+
     def __init__(self) -> None:
         super().__init__()
         self._library, self._packs, _ = library()
@@ -119,11 +121,20 @@ class FlashAttention(LibraryAttention):
     def read_all(self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: KernelPlan) -> Tensor:
         if q_BTHD.is_meta:  # what the library allocates for its splits is a few MiB
             return torch.empty_like(q_BTHD)
-        return self._library(
+        sinks_H, softcap = self.weighting
+        found = self._library(
             q_BTHD,
             k_BKSD.transpose(1, 2),
             v_BKSD.transpose(1, 2),
             cache_seqlens=plan.seqlens_B,
             causal=True,
             window_size=(-1, -1) if plan.window is None else (plan.window - 1, 0),
+            **({} if softcap is None else {"softcap": softcap}),
+            **({} if sinks_H is None else {"return_softmax_lse": True}),
         )
+        if sinks_H is None:
+            return found
+        # The share of the softmax that is left to the slots.
+        out_BTHD, lse_BHT, *_ = found
+        share_BHT = torch.sigmoid(lse_BHT - sinks_H.float()[:, None])
+        return (out_BTHD * share_BHT.transpose(1, 2)[..., None]).to(out_BTHD.dtype)

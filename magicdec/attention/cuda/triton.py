@@ -28,11 +28,14 @@ HEAD_DIMS = (64, 80, 96, 128)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MIN_TILE, MAX_TILE = 16, 128  # query rows of a program: what tensor cores take, what registers hold
 SUMMED = 512  # slots of a program that sums scores
+LOG2_E = 1.4426950408889634
 
 
 @BACKENDS.register(Backend("triton", "cuda", priority=2))
 class TritonAttention(KernelAttention):
     """The kernels of kernels/split_kv.py."""
+
+    takes_weighting = True
 
     @classmethod
     @override
@@ -103,7 +106,7 @@ class TritonAttention(KernelAttention):
     def attend_coded(
         self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: KernelPlan, coded: Coded
     ) -> Tensor:
-        if not codes.reads(coded, plan, q_BTHD):
+        if not (self.weighting.is_plain and codes.reads(coded, plan, q_BTHD)):
             return super().attend_coded(q_BTHD, k_BKSD, v_BKSD, plan, coded)
         q, k, v = map(with_dense_entries, (q_BTHD, k_BKSD, v_BKSD))
         return codes.attend(q, k, v, plan.seqlens_B, coded)
@@ -136,8 +139,11 @@ class TritonAttention(KernelAttention):
         arguments: dict[str, Any] = {
             "q": q_BTHD, "k": k_BKSD, "v": v_BKSD, "seqlens": plan.seqlens_B, "indices": indices_BKN,  # noqa: E501
             "positions": positions, "raw": raw, "T": T, "S": S, "reach": plan.window,
-            "num_indices": 0 if indices_BKN is None else indices_BKN.shape[-1], "scale": D**-0.5 * 1.4426950408889634,  # noqa: E501
+            "num_indices": 0 if indices_BKN is None else indices_BKN.shape[-1], "scale": D**-0.5 * LOG2_E,  # noqa: E501
         }  # fmt: skip
+        sinks_H, softcap = self.weighting
+        arguments["sinks"] = None if sinks_H is None else sinks_H.float() * LOG2_E
+        arguments["softcap"] = None if softcap is None else softcap * LOG2_E
         for name, x in (("q", q_BTHD), ("k", k_BKSD), ("v", v_BKSD)):
             second, third = ("token", "head") if name == "q" else ("head", "slot")
             arguments |= zip(

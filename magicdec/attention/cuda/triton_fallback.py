@@ -19,7 +19,9 @@ class LibraryAttention(KernelAttention):
     returns no scores: Triton's kernel does all that, or sdpa where Triton is missing.
     """
 
-    _triton = TritonAttention()
+    @property
+    def _triton(self) -> TritonAttention:
+        return TritonAttention().weighted(self.weighting)
 
     @override
     def scores_at_once(self, dtype: torch.dtype, head_dim: int) -> int:

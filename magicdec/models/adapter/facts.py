@@ -98,7 +98,7 @@ def _described(plain: Mapping[str, Any]) -> ModulesConfig:
         expert_parameters=experts.parameters,
         num_experts=experts.count,
         experts_per_token=experts.per_token,
-        attention_needs=tuple(sorted({need for layer in layers for need in layer.needs})),
+        weightings=tuple(sorted({need for layer in layers for need in layer.needs})),
         long_rope_from=_long_rope(config),
         remarks=tuple(_remarks(layers)),
     )
