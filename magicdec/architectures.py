@@ -117,6 +117,10 @@ class ModelConfig:
         """Return what attention has beyond softmax(q k / sqrt(D)) v, in words."""
         return ()
 
+    def remarks_on(self, longest: int) -> list[str]:
+        """Return sentences that a run of up to `longest` tokens says about its model."""
+        return []
+
     @property
     def group_size(self) -> int:
         """Return the query heads that share one KV head."""

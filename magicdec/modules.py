@@ -54,6 +54,18 @@ class ModulesConfig(ModelConfig):
         """Return the weights of the whole model."""
         return self.parameters
 
+    @override
+    def remarks_on(self, longest: int) -> list[str]:
+        lines = list(self.remarks)
+        if self.long_rope_from is not None:
+            is_long = longest > self.long_rope_from
+            lines.append(
+                f"its rotary embedding has two tables; all tokens take the"
+                f" {'long' if is_long else 'short'} one, because a sequence may have"
+                f" {'more' if is_long else 'no more'} than {self.long_rope_from:,}"
+            )
+        return lines
+
     def parameters_read(self, num_tokens: int) -> float:
         """Return the weights that a pass over `num_tokens` tokens reads, where every token chooses
         its experts independently of the others and uniformly.

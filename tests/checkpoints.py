@@ -76,6 +76,9 @@ FAMILIES: dict[str, tuple[type, dict[str, Any]]] = {
 EXPERTS = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
 SHARED_EXPERTS = EXPERTS | {"n_routed_experts": 8, "n_shared_experts": 1}
 LATENTS = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16}
+# Two tables of rotary frequencies, of which tests cross the bound.
+LONG_ROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 45}
+LONG_ROPE |= {"long_factor": [4.0] * 8, "short_factor": [1.0] * 8}
 # A window that prompts of tests outgrow, in every other layer or as layer_types says.
 ALTERNATING = {"head_dim": 16, "sliding_window": 12}
 # The same for families that run as transformers' modules.
@@ -83,6 +86,15 @@ MODULES: dict[str, tuple[type, dict[str, Any]]] = {
     "qwen3-moe": (Qwen3MoeConfig, EXPERTS | {"head_dim": 16, "num_experts": 8}),
     "mixtral": (MixtralConfig, {"head_dim": 16, "num_local_experts": 4, "sliding_window": 12}),
     "phi3": (Phi3Config, {"head_dim": 16, "hidden_size": 64}),
+    "phi3-long": (
+        Phi3Config,
+        {
+            "head_dim": 16,
+            "hidden_size": 64,
+            "original_max_position_embeddings": 45,
+            "rope_parameters": LONG_ROPE,
+        },
+    ),
     "olmo2": (Olmo2Config, {"hidden_size": 64}),
     "gemma2": (Gemma2Config, ALTERNATING | {"query_pre_attn_scalar": 24}),
     "gemma3": (

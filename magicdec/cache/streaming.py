@@ -62,7 +62,6 @@ class StreamingCache(WindowCache):
     @override
     def set_up(self) -> None:
         super().set_up()
-        self.inv_freq = rope_frequencies(self.config)[0].to(self.k_LBKSD.device)
         # Sink keys at their true positions; the cache's own are rotated from these, so that errors
         # do not add up.
         self.sink_k_LBKND = (
@@ -70,6 +69,8 @@ class StreamingCache(WindowCache):
             if self.spec.in_cache_positions
             else None
         )
+        if self.sink_k_LBKND is not None:
+            self.inv_freq = rope_frequencies(self.config)[0].to(self.k_LBKSD.device)
 
     @override
     def fixed_slots(self, budget: int) -> int:

@@ -63,6 +63,8 @@ def resolve(config: Config) -> Plan:  # noqa: C901
 
         quantize.check(config.draft.quantization, device)
     config.draft.check(target.config)
+    if config.engine.name == "native":
+        _check_modules(config, target, draft)
     _check_length(config, target, draft)
     target, draft = _divided(config, target, draft)
     if draft is not None:
@@ -195,6 +197,26 @@ def _divided(config: Config, target: Model, draft: Model | None) -> tuple[Model,
     return target, draft
 
 
+def _check_modules(config: Config, target: Model, draft: Model | None) -> None:
+    """Raise UserError for what transformers' modules cannot do."""
+    models = [model for model in (target, draft) if model is not None]
+    for model in models:
+        if model.config.implementation == "native":
+            continue
+        key = f"{model.key}.implementation=transformers"
+        if config.hardware.tensor_parallel > 1:
+            ranks = config.hardware.tensor_parallel
+            raise UserError(
+                f"hardware.tensor_parallel={ranks}: {key} runs on one device, because our ranks"
+                " divide our own transformer's weights; set it to 1"
+            )
+        if config.draft.quantization != "none" and model is models[-1]:
+            raise UserError(
+                f"draft.quantization={config.draft.quantization}: our kernels for codes replace"
+                f" layers of our own transformer, not of {key}; choose none"
+            )
+
+
 def _check_length(config: Config, target: Model, draft: Model | None) -> None:
     check_length(config, target.config.max_position_embeddings)
     length, key = config.batch.context_len + config.batch.generate_len, config.draft.own_cache_key
@@ -204,6 +226,12 @@ def _check_length(config: Config, target: Model, draft: Model | None) -> None:
     if length <= trained:
         return
     cache = config.draft.caches(config.cache)[key]
+    if draft is not None and draft.config.implementation != "native":
+        raise UserError(
+            f"batch.context_len={config.batch.context_len} shows the draft {length} tokens, but it"
+            f" was trained for {trained}; hiding the distance takes rotary embeddings of our own,"
+            " and draft.model runs as transformers' modules"
+        )
     if not cache.bounds_positions:
         raise UserError(
             f"{key}.policy={cache.policy} shows the draft {length} tokens, but it was trained for"

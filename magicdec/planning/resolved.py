@@ -112,9 +112,18 @@ class Plan:
         return checkpoint.stored_in_bfloat16(model.folder, model.config)
 
     def warnings(self) -> list[str]:
-        """Return a warning about a GPU that PyTorch cannot use."""
+        """Return a line for each remark on a model, and about a GPU that PyTorch cannot use."""
+        models = (self.target, self.draft) if self.config.engine.name == "native" else ()
+        lines = [
+            f"{model.key}: {remark}"
+            for model in models
+            if model is not None
+            for remark in model.config.remarks_on(self.longest)
+        ]
         on_cpu = self.config.hardware.name == "auto" and self.device.type == "cpu"
-        if not (on_cpu and (unused := driver_version())):
-            return []
-        why = f"driver {unused} is loaded, but PyTorch sees no GPU: this run uses the CPU"
-        return [f"hardware=auto: {why}; magicdec doctor says why, and hardware=cpu silences this"]
+        if on_cpu and (unused := driver_version()):
+            why = f"driver {unused} is loaded, but PyTorch sees no GPU: this run uses the CPU"
+            lines.append(
+                f"hardware=auto: {why}; magicdec doctor says why, and hardware=cpu silences this"
+            )
+        return lines

@@ -126,7 +126,8 @@ def model_key(plan: "Plan", model: "Model") -> Hashable:
         hardware.compile,
         hardware.all_reduce,
     )
-    return (model.fingerprint, model.config, model.num_ranks, *settings)
+    remarks = tuple(model.config.remarks_on(plan.longest))  # a table that depends on the length
+    return (model.fingerprint, model.config, model.num_ranks, remarks, *settings)
 
 
 def prefill_key(plan: "Plan", first: int) -> Hashable:

@@ -173,7 +173,9 @@ def check(
     torch.testing.assert_close(out.float(), right, atol=tolerance, rtol=tolerance)
 
 
-def check_weightings(backend: Attention, num_new, group, dim, dtype=torch.float32, tolerance=1e-5):
+def check_weightings(
+    backend: Attention, num_new, group, dim, dtype=torch.float32, tolerance=1e-5, only_both=False
+):
     """Compare a backend for layers with sinks and soft caps with the definition: over all slots,
     within a window, over selected slots and over slots in no order, with scores.
     """
@@ -181,7 +183,7 @@ def check_weightings(backend: Attention, num_new, group, dim, dtype=torch.float3
     counted = some_tokens(num_new)
     selected = selection(seqlens, num_new, k.shape[2], 90)
     compact = compacted(k, v, seqlens, num_new, 50)
-    for weighting in weightings(q.shape[2]):
+    for weighting in weightings(q.shape[2])[2 if only_both else 0 :]:
         ours = backend.weighted(weighting)
         right, scores = definition(q, k, v, seqlens, counted=counted, weighting=weighting)
         out, received = attend_scored(ours, q, k, v, seqlens, counted=counted)

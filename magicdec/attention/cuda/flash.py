@@ -122,7 +122,7 @@ class FlashAttention(LibraryAttention):
         if q_BTHD.is_meta:  # what the library allocates for its splits is a few MiB
             return torch.empty_like(q_BTHD)
         sinks_H, softcap = self.weighting
-        found = self._library(
+        answer = self._library(
             q_BTHD,
             k_BKSD.transpose(1, 2),
             v_BKSD.transpose(1, 2),
@@ -133,8 +133,8 @@ class FlashAttention(LibraryAttention):
             **({} if sinks_H is None else {"return_softmax_lse": True}),
         )
         if sinks_H is None:
-            return found
+            return answer
         # The share of the softmax that is left to the slots.
-        out_BTHD, lse_BHT, *_ = found
+        out_BTHD, lse_BHT, *_ = answer
         share_BHT = torch.sigmoid(lse_BHT - sinks_H.float()[:, None])
         return (out_BTHD * share_BHT.transpose(1, 2)[..., None]).to(out_BTHD.dtype)

@@ -11,7 +11,7 @@ from typing import Any
 import transformers
 from packaging.version import Version
 
-from magicdec.errors import UserError
+from magicdec.errors import UserError, in_one_line
 
 OLDEST = "5.24"  # whose modules take what we pass
 
@@ -45,7 +45,10 @@ def config_of(plain: Mapping[str, Any]) -> Any:
             f"model_type={model_type!r:.60} is not known to transformers"
             f" {transformers.__version__}{remote}"
         )
-    return mapping[model_type].from_dict(dict(plain))
+    try:
+        return mapping[model_type].from_dict(dict(plain))
+    except Exception as error:  # its own checks, of many kinds
+        raise UserError(f"transformers refuses it ({in_one_line(error):.300})") from None
 
 
 def config_from(text: str) -> Any:

@@ -16,6 +16,7 @@ from typing_extensions import override
 from magicdec.attention.base import Attention
 from magicdec.attention.sdpa import SdpaAttention
 from magicdec.models.adapter.interface import NAME, EntriesPass, ModulesPass
+from magicdec.models.adapter.linears import by_operators, by_pytorch
 from magicdec.models.kv_cache import KVCache
 from magicdec.models.operators import PYTORCH, Operators, operators_for
 from magicdec.models.parallel import ALONE
@@ -51,7 +52,12 @@ class ModulesTransformer(Transformer):
 
     @classmethod
     def of(cls, config: ModulesConfig, causal: Any, attention: Attention) -> "ModulesTransformer":
-        """Return a causal language model of transformers as a target or a draft."""
+        """Return a causal language model of transformers as a target or a draft. On a CPU its
+        linear layers run by the operators that go with the backend.
+        """
+        operators = operators_for(type(attention))
+        if operators is not PYTORCH:
+            causal = by_operators(causal, operators)
         top = copy(causal)
         top._modules = {**causal._modules, causal.base_model_prefix: GivenStates()}
         return cls(config, causal.get_decoder(), top, attention).eval().requires_grad_(False)
@@ -121,9 +127,9 @@ class ModulesTransformer(Transformer):
 
     @override
     def plain(self) -> "ModulesTransformer":
-        twin = copy(self)
-        twin.attention = SdpaAttention()
-        return twin
+        parts = by_pytorch(self.decoder), by_pytorch(self.top)
+        twin = ModulesTransformer(self.config, *parts, SdpaAttention())
+        return twin.eval()
 
     @override
     def compile_layers(self) -> None:
