@@ -63,7 +63,7 @@ class Judged(NamedTuple):
     gaps: list[float]
 
 
-class Difference(NamedTuple):
+class FirstDifference(NamedTuple):
     """The first difference of an output from the baseline."""
 
     at: int
@@ -73,12 +73,12 @@ class Difference(NamedTuple):
     verdict: str
 
 
-class Row(NamedTuple):
+class AuditedRow(NamedTuple):
     """A row's outputs against its baseline."""
 
     number: int
     is_foreign: bool  # the target would not write the baseline
-    differences: dict[str, Difference | None]  # by way; None: equal
+    differences: dict[str, FirstDifference | None]  # by way; None: equal
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -146,7 +146,7 @@ def judged(
     engine_dtype: str | None,
     num_rows: int,
     progress: Progress,
-) -> Iterator[Row]:
+) -> Iterator[AuditedRow]:
     """Feed all rows through the target, a few at a time, and compare their outputs."""
     longest = max(2, *(len(tokens) for line in lines for tokens in outputs(line).values()))
     sizes = [
@@ -190,7 +190,7 @@ def _check(plan: Plan, lines: Sequence[Line], prompts: Sequence[Sequence[int]]) 
 
 def _of_batch(
     engine: NativeEngine, lines: Sequence[Line], prompts: list[list[int]], first: int, tie: float
-) -> Iterator[Row]:
+) -> Iterator[AuditedRow]:
     batch = engine.open(prompts)
     batch.decoder.prefill(engine.prefill_chunk)
     scores = {}
@@ -206,33 +206,33 @@ def _of_batch(
             for way in WAYS[1:]
             if way in tokens
         }
-        yield Row(first + row, any(base.outside), differences)
+        yield AuditedRow(first + row, any(base.outside), differences)
 
 
 def compared(
     baseline: list[int], tokens: list[int], before: Judged, after: Judged
-) -> Difference | None:
+) -> FirstDifference | None:
     """Return where an output leaves the baseline, and what that is; None if they are equal."""
     pairs = enumerate(zip_longest(baseline, tokens))
     at = next((at for at, (expected, token) in pairs if expected != token), None)
     if at is None:
         return None
     if at >= min(len(baseline), len(tokens)):
-        return Difference(at, None, "missing end", DEFECT)
+        return FirstDifference(at, None, "missing end", DEFECT)
     gaps = before.gaps[at], after.gaps[at]
     if after.outside[at] and not before.outside[at]:
-        return Difference(at, gaps, "", DEFECT)
+        return FirstDifference(at, gaps, "", DEFECT)
     if not any(before.outside):
         late = next((n for n, is_outside in enumerate(after.outside) if is_outside), None)
         return (
-            Difference(at, gaps, "", NEAR_TIE)
+            FirstDifference(at, gaps, "", NEAR_TIE)
             if late is None
-            else Difference(at, gaps, f"at token {late}", DEFECT)
+            else FirstDifference(at, gaps, f"at token {late}", DEFECT)
         )
-    return Difference(at, gaps, "foreign baseline", UNKNOWN)
+    return FirstDifference(at, gaps, "foreign baseline", UNKNOWN)
 
 
-def _show(rows: Sequence[Row]) -> int:
+def _show(rows: Sequence[AuditedRow]) -> int:
     """Print the rows that differ, and what they amount to; return the exit code."""
     console = Console(file=sys.stdout)
     table = new_table("row", "output", "token", "gap before", "gap", "verdict", num_words=2)

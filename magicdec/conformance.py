@@ -26,7 +26,7 @@ from magicdec.config.choices import CacheConfig, DraftConfig, ModelChoice
 from magicdec.config.options import values_of
 from magicdec.config.registry import DRAFTS, POLICIES, Registry
 from magicdec.config.schema import BatchConfig, HardwareConfig, SamplingConfig
-from magicdec.contracts import Broken, Watch, drawn_otherwise
+from magicdec.contracts import Broken, WatchedDraft, drawn_otherwise
 from magicdec.costmodel.hardware import hardware_named
 from magicdec.costmodel.memory import memory
 from magicdec.costmodel.round import Setup
@@ -52,7 +52,7 @@ SAMPLED = SamplingConfig(temperature=1.0)
 NOT_OWN = ("policy", "name", "gamma", "budget", "model", "cache")
 
 
-class Finding(NamedTuple):
+class ChoiceCheck(NamedTuple):
     """A check of one choice, and what is wrong; empty where it holds."""
 
     choice: str
@@ -82,7 +82,7 @@ def _report(module: str) -> int:
     return int(failed)
 
 
-def examine(module: str) -> Iterator[Finding]:
+def examine(module: str) -> Iterator[ChoiceCheck]:
     """Yield the findings of all policies and drafts that a module registers. Raise UserError if
     there are none.
     """
@@ -104,10 +104,14 @@ def _is_of(registry: Registry[Any], name: str, module: str) -> bool:
     return registry[name].work.__module__.partition(".")[0] == module.partition(".")[0]
 
 
-def _findings(group: str, name: str, pairs: Sequence[tuple[str, str, str]]) -> Iterator[Finding]:
+def _findings(
+    group: str, name: str, pairs: Sequence[tuple[str, str, str]]
+) -> Iterator[ChoiceCheck]:
     """Yield the findings of a choice, tried in these pairs of a draft and a policy."""
     choice, keys = f"{group}={name}", values_of(group, name)
-    yield Finding(choice, "has an option", "" if keys else f"conf/{group}/{name}.yaml is missing")
+    yield ChoiceCheck(
+        choice, "has an option", "" if keys else f"conf/{group}/{name}.yaml is missing"
+    )
     options = {key: value for key, value in keys.items() if key not in NOT_OWN}
     for draft, policy, other in pairs:
         checks = {
@@ -118,7 +122,7 @@ def _findings(group: str, name: str, pairs: Sequence[tuple[str, str, str]]) -> I
         if DRAFTS[draft].facts.serves:
             checks["serves"] = wrong_rows
         for name, check in checks.items():
-            yield Finding(
+            yield ChoiceCheck(
                 choice, f"{name} with {other}", _first(partial(check, draft, policy, options))
             )
 
@@ -155,11 +159,11 @@ def wrong_calls(draft: str, policy: str, keys: dict[str, Any]) -> Iterator[str]:
         yield "q_BGV: the tokens are not drawn from the distributions that it returns"
 
 
-def _decoded(engine: NativeEngine) -> tuple[Batch, Watch, Rounds]:
+def _decoded(engine: NativeEngine) -> tuple[Batch, WatchedDraft, Rounds]:
     """Decode a batch, and return it with what its draft did and the rounds."""
     batch = engine.open(random_prompts(LENGTHS, seed=engine.gamma))
     assert batch.draft is not None
-    watch = Watch(batch.draft, engine.gamma, VOCAB)
+    watch = WatchedDraft(batch.draft, engine.gamma, VOCAB)
     batch.decoder.prefill(engine.prefill_chunk)
     return batch, watch, rounds_of(batch.decoder.generate(batch.draft))
 

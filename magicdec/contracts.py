@@ -33,7 +33,7 @@ class Broken(Exception):
     """A policy or a draft does what it must not: the call, and the values."""
 
 
-class Watch:
+class WatchedDraft:
     """A draft whose calls are checked, and those of its caches. They raise Broken.
 
     With `junk`, the tokens behind the end of every row are overwritten before each proposal.

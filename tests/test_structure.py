@@ -5,8 +5,11 @@ has its imports, and statements are read once.
 import ast
 import importlib
 import re
+from collections import defaultdict
+from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -72,14 +75,29 @@ def test_scripts_find_what_they_import(script, monkeypatch):
         pytest.skip(str(error))
 
 
+def sources() -> Iterator[tuple[Path, ast.Module]]:
+    """Yield the modules of the package."""
+    for folder in ("magicdec", "hydra_plugins"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            yield path.relative_to(ROOT), ast.parse(path.read_text(encoding="utf-8"))
+
+
+def test_no_class_name_has_two_meanings():
+    places = defaultdict(list)
+    for path, module in sources():
+        for node in module.body:
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(str(path))
+    assert {name: paths for name, paths in places.items() if len(paths) > 1} == {}
+
+
 @cache
 def statements() -> list[tuple[str, ast.stmt]]:
     """Return the statements without a body of the package, with their places."""
     return [
-        (f"{path.relative_to(ROOT)}:{node.lineno}", node)
-        for folder in ("magicdec", "hydra_plugins")
-        for path in sorted((ROOT / folder).rglob("*.py"))
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        (f"{path}:{node.lineno}", node)
+        for path, module in sources()
+        for node in ast.walk(module)
         if isinstance(node, SIMPLE)
     ]
 

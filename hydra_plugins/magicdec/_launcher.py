@@ -69,7 +69,7 @@ class JobResult(JobReturn):
         return self._return_value
 
 
-class Worker:
+class JobWorker:
     """A process that runs the jobs of one group, one after another."""
 
     def __init__(self, group: Hashable):
@@ -146,7 +146,7 @@ class ProcessLauncher(Launcher):
             job.number: group_of(job.number, job.overrides, self.config) for job in waiting
         }
         self.titles = Titles([job.overrides for job in waiting])
-        workers: list[Worker] = []
+        workers: list[JobWorker] = []
         results: dict[int, JobReturn] = {}
         # What the first job needs; a job of another kind imports the rest itself.
         if START == "forkserver":
@@ -199,7 +199,7 @@ class ProcessLauncher(Launcher):
         is_last = turn == self.config.scenario.repeats
         return [f"scenario.repeats={turn}", *([] if is_last else ["tracker=[]"])]
 
-    def _start_jobs(self, waiting: deque[SweepJob], workers: list[Worker]) -> None:
+    def _start_jobs(self, waiting: deque[SweepJob], workers: list[JobWorker]) -> None:
         """Give every process its next job, and start processes while there is room for them.
 
         A new process begins a group that no other works on; the last groups are divided.
@@ -217,7 +217,7 @@ class ProcessLauncher(Launcher):
             )  # noqa: B023, RUF100
             if job is None:
                 return
-            workers.append(Worker(self.groups[job.number]))
+            workers.append(JobWorker(self.groups[job.number]))
             self._begin(workers[-1], job)
 
     def _due(self, waiting: deque[SweepJob], suits: Callable[[Hashable], bool]) -> SweepJob | None:
@@ -231,7 +231,7 @@ class ProcessLauncher(Launcher):
             waiting.remove(job)
         return job
 
-    def _begin(self, worker: Worker, job: SweepJob) -> None:
+    def _begin(self, worker: JobWorker, job: SweepJob) -> None:
         env = {JOB: str(job.number), SWEEP_DIR: str(self.config.hydra.sweep.dir)}
         to_stderr(self.titles(job, self.limit))
         if self.limit > 1:
@@ -339,7 +339,7 @@ def _work(pipe: Connection) -> None:
             pipe.send(code)
 
 
-def _stop(workers: list[Worker]) -> None:
+def _stop(workers: list[JobWorker]) -> None:
     """Interrupt the jobs that are left, which then mark their runs as interrupted; kill those that
     do not end.
     """

@@ -42,7 +42,7 @@ PLUGINS: dict[str, Path] = {}
 
 
 @dataclass(frozen=True)
-class Entry(Generic[F]):
+class Registered(Generic[F]):
     """One thing to choose: its keys and facts, and the class or function that does the work."""
 
     facts: F
@@ -60,19 +60,19 @@ class Registry(Generic[F]):
         """
         self.key, self.attribute = key, attribute
         self.packages, self.keyword = packages, keyword
-        self._entries: dict[str, Entry[F]] = {}
+        self._entries: dict[str, Registered[F]] = {}
 
     def register(self, facts: F) -> Callable[[W], W]:
         """Register the class, or the function, that is decorated."""
 
         def add(work: W) -> W:
-            self._entries[getattr(facts, self.attribute)] = Entry(facts, work)
+            self._entries[getattr(facts, self.attribute)] = Registered(facts, work)
             _note_plugin(work.__module__)
             return work
 
         return add
 
-    def __getitem__(self, name: str) -> Entry[F]:
+    def __getitem__(self, name: str) -> Registered[F]:
         """Return a choice. Raise UserError if there is none of that name, ImportError for a library
         that it lacks.
         """

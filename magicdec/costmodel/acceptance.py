@@ -67,7 +67,7 @@ class Point(NamedTuple):
 _POINT = TypeAdapter(Point)
 
 
-class Estimate(NamedTuple):
+class AlphaEstimate(NamedTuple):
     """An alpha and its source: a measurement, a given value, or 1 where the draft sees what the
     target sees.
     """
@@ -87,12 +87,12 @@ class Curves:
     def __init__(self, points: Iterable[Point], task: str | None = None):
         self._points, self._task = list(points), task
 
-    def estimate(self, setup: Setup, generate_len: int = 0) -> Estimate | None:
+    def estimate(self, setup: Setup, generate_len: int = 0) -> AlphaEstimate | None:
         """Return alpha while `generate_len` tokens follow the context; None where no known point is
         near enough.
         """
         if _is_exact(setup, generate_len):
-            return Estimate(1.0, "exact: the draft sees all that the target sees")
+            return AlphaEstimate(1.0, "exact: the draft sees all that the target sees")
         for points in self._candidates(setup):
             by_budget: dict[int, list[Point]] = defaultdict(list)
             for point in points:
@@ -106,7 +106,7 @@ class Curves:
                     ladder.append((known, alpha))
             alpha = _interpolate(ladder, setup.cache.budget, rising=True)
             if alpha is not None:
-                return Estimate(alpha, _describe(points, setup), is_measured=True)
+                return AlphaEstimate(alpha, _describe(points, setup), is_measured=True)
         return None
 
     def answers(self, setup: Setup, generate_len: int = 0) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from functools import cached_property
 
 from typing_extensions import override
 
-from magicdec.costmodel.acceptance import Curves, Estimate
+from magicdec.costmodel.acceptance import AlphaEstimate, Curves
 from magicdec.costmodel.memory import Memory, memory
 from magicdec.costmodel.roofline import arithmetic_intensity
 from magicdec.costmodel.round import RoundTimes, Setup, round_times
@@ -68,7 +68,7 @@ class Prediction:
     """The prediction for a configuration."""
 
     setup: Setup
-    estimate: Estimate | None
+    estimate: AlphaEstimate | None
     by_gamma: tuple[AtGamma, ...]
     generate_len: int
     batches: tuple[int, int]
@@ -184,7 +184,7 @@ def predict(
     """Predict a configuration at each of `gammas`. `alpha` is given, or looked up in `curves`, or
     unknown.
     """
-    estimate = Estimate(alpha, "given") if alpha is not None else None
+    estimate = AlphaEstimate(alpha, "given") if alpha is not None else None
     if estimate is None and curves is not None:
         estimate = curves.estimate(setup, generate_len)
     known = estimate.alpha if estimate else None

@@ -60,7 +60,7 @@ class Fields(DataConfig):
         return super().sources | ({} if self.prompt else {"data.filler": ("text", self.filler)})
 
 
-class Row(NamedTuple):
+class CorpusRow(NamedTuple):
     """Fields of a row that a run uses."""
 
     source: str
@@ -87,7 +87,7 @@ def load(request: PromptRequest) -> Prompts:
     keys = request.keys
     assert isinstance(keys, Fields), "the configuration of this corpus"
     corpus = f"data=jsonl data.path={request.path}"
-    rows: list[Row] = []
+    rows: list[CorpusRow] = []
     reasons: list[str] = []
     places: Iterable[Place] = records(str(request.path), corpus)
     for place in _in_turns(places, keys.category) if keys.category and not keys.arrival else places:
@@ -136,7 +136,7 @@ def _in_turns(places: Iterable[Place], category: str) -> Iterator[Place]:
         yield from (place for place in turn if place is not None)
 
 
-def _row(place: Place, keys: Fields, request: PromptRequest) -> Row:
+def _row(place: Place, keys: Fields, request: PromptRequest) -> CorpusRow:
     """Return a row. Raise Unfit where a value is missing, too large or of another kind."""
     number, where, content = place
     check_text(content, where)
@@ -172,7 +172,7 @@ def _row(place: Place, keys: Fields, request: PromptRequest) -> Row:
     check_length(length, request, where)
     at = _seconds(number_in(value("arrival")), keys, where) if keys.arrival else 0.0
     source = f"{Path(str(request.path)).name}:{number}"
-    return Row(source, tokens, length, str(value("category")), answers, output or 0, at)
+    return CorpusRow(source, tokens, length, str(value("category")), answers, output or 0, at)
 
 
 def _prompt(content: Any, keys: Fields, where: str) -> str | list[dict[str, Any]]:

@@ -25,7 +25,7 @@ class Unfit(UserError):
     """A row that is well-formed, but no prompt of this run."""
 
 
-class Cell(str):
+class CsvCell(str):
     """A cell of a CSV file, which does not tell numbers from texts. `number_in` reads it as a
     number.
     """
@@ -93,7 +93,7 @@ def number_in(value: Any) -> Any:
     """Return the number that a cell of CSV holds. Return a text, and any value of JSON, as it
     is.
     """
-    if isinstance(value, Cell):
+    if isinstance(value, CsvCell):
         for kind in (int, float):
             with suppress(ValueError):
                 return kind(value)
@@ -126,7 +126,7 @@ def _cells(lines: Lines, corpus: str) -> Iterator[Place]:
                 number, where = lines.number, f"{corpus}, line {lines.number}"
                 if None in row or None in row.values():  # restkey, restval
                     raise UserError(f"{where} does not have as many fields as the header")
-                yield number, where, {name: Cell(text) for name, text in row.items()}
+                yield number, where, {name: CsvCell(text) for name, text in row.items()}
         except csv.Error as error:
             raise UserError(
                 f"{corpus}, after line {number}, cannot be read ({in_one_line(error)})"

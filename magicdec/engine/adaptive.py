@@ -36,7 +36,7 @@ MARGIN = 0.03  # by which another gamma must be better to be switched to
 EVIDENCE = 16.0  # proposals that must have been judged before speculation is given up
 
 
-class Estimate:
+class YieldEstimate:
     """An estimate of how many tokens a round of each gamma yields, from the rounds so far.
 
     The share of rows whose first i proposals are accepted is counted for each i. Powers of one
@@ -122,7 +122,7 @@ class AdaptiveCycle(Cycle):
         """Begin with the prior again."""
         super().restart()
         self._pending: list[tuple[int, Tensor, torch.cuda.Event | None]] = []
-        self._estimate = Estimate()
+        self._estimate = YieldEstimate()
         costs = self._estimate.seconds_per_token(self._seconds)
         self._gamma = min((gamma for gamma in costs if gamma), key=costs.__getitem__)
 

@@ -64,7 +64,7 @@ class PromptCheck:
         )
 
 
-class Part(NamedTuple):
+class PassPart(NamedTuple):
     """A pass over some tokens: their rows, their places (B, T), and a bound of these."""
 
     rows: slice
@@ -106,7 +106,7 @@ def errors(decoder: Decoder, seed: int) -> tuple[Tensor, Tensor]:
     return decoder.target.share.largest(error_BS), checked_BS
 
 
-def first_error_of(decoder: Decoder, model: Transformer, part: Part) -> Tensor:
+def first_error_of(decoder: Decoder, model: Transformer, part: PassPart) -> Tensor:
     """Return the error (B, T) of each token of a pass through the first layer's projections."""
     again = Recomputed(decoder.cache, *part)
     model.first_entries(decoder.state.tokens_BS[part.rows].gather(1, part.place_BT), again)
@@ -114,7 +114,7 @@ def first_error_of(decoder: Decoder, model: Transformer, part: Part) -> Tensor:
     return again.error_BT
 
 
-def error_of(decoder: Decoder, model: Transformer, part: Part) -> Tensor:
+def error_of(decoder: Decoder, model: Transformer, part: PassPart) -> Tensor:
     """Return the largest error (B, T) of each token of a pass through all layers of the plain
     `model`, and where it is the last one, that of its hidden state.
     """
@@ -141,13 +141,13 @@ def rehearse(decoder: Decoder, longest: int) -> None:
         compute(decoder, model, part._replace(end=longest))
 
 
-def _every(last_B1: Tensor, longest: int) -> Iterator[Part]:
+def _every(last_B1: Tensor, longest: int) -> Iterator[PassPart]:
     """Yield passes over all tokens. Behind a row's end its last one is repeated."""
     every_BS = torch.arange(longest, device=last_B1.device).expand(len(last_B1), -1)
     yield from _passes(every_BS, last_B1, 1, FIRST_AT_ONCE, FIRST_AT_ONCE)
 
 
-def _sampled(last_B1: Tensor, longest: int, seed: int) -> Iterator[Part]:
+def _sampled(last_B1: Tensor, longest: int, seed: int) -> Iterator[PassPart]:
     """Yield passes over one token of every stride, and over the last ones."""
     num_rows, total = len(last_B1), len(last_B1) * longest
     stride = -(-total // max(FEWEST, total // SHARE))
@@ -164,7 +164,7 @@ def _at_once(longest: int) -> int:
 
 def _passes(
     place_BT: Tensor, last_B1: Tensor, stride: int, at_once: int, of_a_row: int = OF_A_ROW
-) -> Iterator[Part]:
+) -> Iterator[PassPart]:
     """Yield passes of about `at_once` tokens: of a few rows, so that attention has many tokens of
     each, and in their order, so that it reads few slots.
     """
@@ -174,7 +174,9 @@ def _passes(
     for start in range(0, place_BT.shape[1], num_new):
         for first in range(0, len(place_BT), num_rows):
             rows = slice(first, first + num_rows)
-            yield Part(rows, place_BT[rows, start : start + num_new], (start + num_new) * stride)
+            yield PassPart(
+                rows, place_BT[rows, start : start + num_new], (start + num_new) * stride
+            )
 
 
 def relative_error(got: Tensor, expected: Tensor) -> Tensor:

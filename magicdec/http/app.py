@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from magicdec.errors import UserError
-from magicdec.http.completion import Chat, Completion, Generation, StoppableText
+from magicdec.http.completion import Chat, Completion, SharedFields, StoppableText
 from magicdec.measure.metrics import Rounds
 from magicdec.serving.engine import AsyncEngine, Stream
 from magicdec.serving.request import Stats
@@ -179,7 +179,7 @@ def create_app(engine: AsyncEngine, tokenizer: Any, model: str, max_waiting: int
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [described | {"max_model_len": engine.max_len}]}
 
-    async def answer(kind: type[Generation], request: Request) -> Response:
+    async def answer(kind: type[SharedFields], request: Request) -> Response:
         with admission.arriving():
             asked = kind.parse(await _body(request, engine.max_len))
             if asked.model != model:
@@ -194,7 +194,7 @@ def create_app(engine: AsyncEngine, tokenizer: Any, model: str, max_waiting: int
             "created": int(time.time()),
         }
         head["model"] = model
-        answering = Answer(asked, stream, head, StoppableText(tokenizer, asked.stop), meters)
+        answering = HttpAnswer(asked, stream, head, StoppableText(tokenizer, asked.stop), meters)
         if asked.stream:
             return StreamingResponse(answering.events(), media_type="text/event-stream")
         return await answering.whole(request)
@@ -230,12 +230,12 @@ async def _body(request: Request, max_len: int) -> bytes:
     return bytes(body)
 
 
-class Answer:
+class HttpAnswer:
     """Answer to one request, streamed as events or sent as a whole."""
 
     def __init__(
         self,
-        asked: Generation,
+        asked: SharedFields,
         stream: Stream,
         head: dict[str, Any],
         text: StoppableText,

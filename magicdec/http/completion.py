@@ -79,7 +79,7 @@ class StreamOptions(Strict):
     continuous_usage_stats: bool = False
 
 
-class Generation(Strict):
+class SharedFields(Strict):
     """Fields that both kinds of requests share: OpenAI's, some of vLLM's, and `gamma`."""
 
     kind: ClassVar[str]  # of the answer's JSON object
@@ -151,7 +151,7 @@ class Generation(Strict):
         """Return the choice of one event of a stream."""
 
 
-class Completion(Generation):
+class Completion(SharedFields):
     """Request to continue a prompt."""
 
     kind = "text_completion"
@@ -217,7 +217,7 @@ class Message(Strict):
         return "".join(texts)
 
 
-class Chat(Generation):
+class Chat(SharedFields):
     """Request to answer messages, formatted by the model's own chat template."""
 
     kind = "chat.completion"

@@ -209,7 +209,7 @@ def difference(a: Estimate, b: Estimate, is_paired: bool) -> Difference:
     return Difference(b.value - a.value, rows, repeats)
 
 
-class Share(NamedTuple):
+class ShareOfBest(NamedTuple):
     """The share of the best that a choice reaches."""
 
     of_best: float  # of the largest median: too low
@@ -217,7 +217,7 @@ class Share(NamedTuple):
     apart_ci95: list[float] | None = None  # None with too few turns
 
 
-def share_of_best(turns: Sequence[Mapping[int, float]], choice: int) -> Share:
+def share_of_best(turns: Sequence[Mapping[int, float]], choice: int) -> ShareOfBest:
     """Return the share of the best speed that a choice reaches, from the speed of every choice in
     every turn.
 
@@ -229,14 +229,14 @@ def share_of_best(turns: Sequence[Mapping[int, float]], choice: int) -> Share:
     medians = {choice: median(turn[choice] for turn in turns) for choice in turns[0]}
     of_best = medians[choice] / max(medians.values())
     if len(turns) == 1:
-        return Share(of_best, None)
+        return ShareOfBest(of_best, None)
     logs = [
         log(turn[choice] / turn[_best([*turns[:at], *turns[at + 1 :]])])
         for at, turn in enumerate(turns)
     ]
     apart = Estimate(fmean(logs), repeats_K=np.array(logs))
     ends = [exp(end) for end in apart.ends] if len(turns) >= MIN_REPEATS else None
-    return Share(of_best, exp(apart.value), ends)
+    return ShareOfBest(of_best, exp(apart.value), ends)
 
 
 def _best(turns: Sequence[Mapping[int, float]]) -> int:

@@ -43,7 +43,7 @@ STORED_DTYPES = ("F64", "F32", "F16", "BF16")
 OTHER_FILES = frozenset({".json", ".jinja", ".model", ".txt"})
 
 
-class Piece(NamedTuple):
+class TensorPiece(NamedTuple):
     """One tensor of a checkpoint, the part that this rank needs, and the rows of a parameter of
     ours that it fills.
     """
@@ -68,7 +68,7 @@ class Piece(NamedTuple):
         )
 
 
-def pieces(config: ModelConfig, share: Share = ALONE) -> Iterator[Piece]:
+def pieces(config: ModelConfig, share: Share = ALONE) -> Iterator[TensorPiece]:
     """Yield every tensor that a checkpoint of this (whole) architecture holds, in the order of the
     forward pass.
 
@@ -80,17 +80,21 @@ def pieces(config: ModelConfig, share: Share = ALONE) -> Iterator[Piece]:
         yield from _head_pieces(config, share)
         return
     E, vocabulary = config.hidden_size, share.vocabulary(config.vocab_size)
-    yield Piece(EMBEDDING, "embed.weight", 0, (config.vocab_size, E), vocabulary)
+    yield TensorPiece(EMBEDDING, "embed.weight", 0, (config.vocab_size, E), vocabulary)
     for layer in range(config.num_layers):
         theirs, ours = f"model.layers.{layer}.", f"layers.{layer}."
-        yield Piece(f"{theirs}input_layernorm.weight", f"{ours}attention_norm.weight", 0, (E,))
+        yield TensorPiece(
+            f"{theirs}input_layernorm.weight", f"{ours}attention_norm.weight", 0, (E,)
+        )
         yield from _layer_pieces(config, share, theirs, ours)
-    yield Piece("model.norm.weight", "norm.weight", 0, (E,))
+    yield TensorPiece("model.norm.weight", "norm.weight", 0, (E,))
     if not config.tie_word_embeddings:
-        yield Piece(HEAD, "head.weight", 0, (config.vocab_size, E), vocabulary)
+        yield TensorPiece(HEAD, "head.weight", 0, (config.vocab_size, E), vocabulary)
 
 
-def _layer_pieces(config: ModelConfig, share: Share, theirs: str, ours: str) -> Iterator[Piece]:
+def _layer_pieces(
+    config: ModelConfig, share: Share, theirs: str, ours: str
+) -> Iterator[TensorPiece]:
     """Yield the tensors of one layer, but for the norm in front of attention."""
     E, F, D = config.hidden_size, config.intermediate_size, config.head_dim
     q = _features(share.part(config.num_heads), D)
@@ -101,7 +105,7 @@ def _layer_pieces(config: ModelConfig, share: Share, theirs: str, ours: str) -> 
     inputs = config.qkv_inputs
     qkv = (("q", 0, whole_q, q), ("k", q_rows, whole_kv, kv), ("v", q_rows + kv_rows, whole_kv, kv))
     for name, first_row, rows, part in qkv:
-        yield Piece(
+        yield TensorPiece(
             f"{theirs}self_attn.{name}_proj.weight",
             f"{ours}qkv.weight",
             first_row,
@@ -109,21 +113,21 @@ def _layer_pieces(config: ModelConfig, share: Share, theirs: str, ours: str) -> 
             part,
         )
         if config.qkv_bias:
-            yield Piece(
+            yield TensorPiece(
                 f"{theirs}self_attn.{name}_proj.bias", f"{ours}qkv.bias", first_row, (rows,), part
             )
     if config.qk_norm:
-        yield Piece(f"{theirs}self_attn.q_norm.weight", f"{ours}q_norm.weight", 0, (D,))
-        yield Piece(f"{theirs}self_attn.k_norm.weight", f"{ours}k_norm.weight", 0, (D,))
-    yield Piece(
+        yield TensorPiece(f"{theirs}self_attn.q_norm.weight", f"{ours}q_norm.weight", 0, (D,))
+        yield TensorPiece(f"{theirs}self_attn.k_norm.weight", f"{ours}k_norm.weight", 0, (D,))
+    yield TensorPiece(
         f"{theirs}self_attn.o_proj.weight", f"{ours}output.weight", 0, (E, whole_q), columns=q
     )
     if config.output_bias:
-        yield Piece(f"{theirs}self_attn.o_proj.bias", f"{ours}output.bias", 0, (E,))
-    yield Piece(f"{theirs}post_attention_layernorm.weight", f"{ours}mlp_norm.weight", 0, (E,))
-    yield Piece(f"{theirs}mlp.gate_proj.weight", f"{ours}gate_up.weight", 0, (F, E), mlp)
-    yield Piece(f"{theirs}mlp.up_proj.weight", f"{ours}gate_up.weight", mlp_rows, (F, E), mlp)
-    yield Piece(f"{theirs}mlp.down_proj.weight", f"{ours}down.weight", 0, (E, F), columns=mlp)
+        yield TensorPiece(f"{theirs}self_attn.o_proj.bias", f"{ours}output.bias", 0, (E,))
+    yield TensorPiece(f"{theirs}post_attention_layernorm.weight", f"{ours}mlp_norm.weight", 0, (E,))
+    yield TensorPiece(f"{theirs}mlp.gate_proj.weight", f"{ours}gate_up.weight", 0, (F, E), mlp)
+    yield TensorPiece(f"{theirs}mlp.up_proj.weight", f"{ours}gate_up.weight", mlp_rows, (F, E), mlp)
+    yield TensorPiece(f"{theirs}mlp.down_proj.weight", f"{ours}down.weight", 0, (E, F), columns=mlp)
 
 
 def _features(heads: slice, head_dim: int) -> slice:
@@ -135,26 +139,30 @@ def _size(part: slice) -> int:
     return int(part.stop - part.start)
 
 
-def _head_pieces(config: "HeadConfig", share: Share) -> Iterator[Piece]:
+def _head_pieces(config: "HeadConfig", share: Share) -> Iterator[TensorPiece]:
     """Yield the tensors of a head that it does not take from its target."""
     E, read = config.hidden_size, config.target_hidden_size
     theirs = config.layer_prefix
-    yield Piece("fc.weight", "fc.weight", 0, (E, config.num_taps * read))
+    yield TensorPiece("fc.weight", "fc.weight", 0, (E, config.num_taps * read))
     if config.input_norms == "joint":
-        yield Piece("input_norm.weight", "input_norms.0.weight", 0, (config.num_taps * read,))
+        yield TensorPiece("input_norm.weight", "input_norms.0.weight", 0, (config.num_taps * read,))
     if config.input_norms == "each":
         for number in range(config.num_taps):
-            yield Piece(f"fc_norm.{number}.weight", f"input_norms.{number}.weight", 0, (read,))
-    yield Piece(f"{theirs}input_layernorm.weight", "layers.0.embedding_norm.weight", 0, (E,))
-    yield Piece(f"{theirs}hidden_norm.weight", "layers.0.attention_norm.weight", 0, (E,))
+            yield TensorPiece(
+                f"fc_norm.{number}.weight", f"input_norms.{number}.weight", 0, (read,)
+            )
+    yield TensorPiece(f"{theirs}input_layernorm.weight", "layers.0.embedding_norm.weight", 0, (E,))
+    yield TensorPiece(f"{theirs}hidden_norm.weight", "layers.0.attention_norm.weight", 0, (E,))
     yield from _layer_pieces(config, share, theirs, "layers.0.")
-    yield Piece("norm.weight", "norm.weight", 0, (E,))
+    yield TensorPiece("norm.weight", "norm.weight", 0, (E,))
     if config.own_embedding:
         vocabulary = share.vocabulary(config.vocab_size)
-        yield Piece("embed_tokens.weight", "embed.weight", 0, (config.vocab_size, E), vocabulary)
+        yield TensorPiece(
+            "embed_tokens.weight", "embed.weight", 0, (config.vocab_size, E), vocabulary
+        )
     if config.own_head:
         vocabulary = share.vocabulary(config.num_logits)
-        yield Piece(HEAD, "head.weight", 0, (config.num_logits, E), vocabulary)
+        yield TensorPiece(HEAD, "head.weight", 0, (config.num_logits, E), vocabulary)
 
 
 def load(
@@ -284,7 +292,7 @@ def files_of(folder: Path) -> dict[str, Path]:
 
 
 def _check(
-    todo: list[Piece], files: dict[str, Path], folder: Path, dispensable: re.Pattern[str]
+    todo: list[TensorPiece], files: dict[str, Path], folder: Path, dispensable: re.Pattern[str]
 ) -> None:
     """Raise UserError unless the files hold exactly what the architecture needs, in a form that can
     be read.

@@ -46,7 +46,7 @@ class Entries(ctypes.Structure):
     ]
 
 
-class Pass(ctypes.Structure):
+class PassCall(ctypes.Structure):
     """`struct Pass` of layer.cpp."""
 
     _fields_ = [
@@ -123,7 +123,7 @@ def run(
             taps.take(start, among(rows, x_MTE, B))
             x_MTE, total_MTE = x_MTE.clone(), torch.empty_like(x_MTE)
         tensors = (x_MTE, out_MTE, total_MTE, norm.weight, plans[0].seqlens_B, rows)
-        described = Pass(
+        described = PassCall(
             ctypes.pointer(kernel.weights[start]),
             ctypes.pointer(entries[start]),
             *map(at, tensors),

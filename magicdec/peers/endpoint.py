@@ -88,7 +88,7 @@ EXTRAS = ((True, True, True), (True, True, False), (True, False, False), (False,
 DIALECTS = [Dialect(ids, *extras) for ids in (True, False) for extras in EXTRAS]
 
 
-class Answer:
+class EndpointAnswer:
     """The answer to one request. Iterating waits for it; a request that fails says so, and raises
     nothing.
     """
@@ -179,9 +179,9 @@ class Endpoint:
         counts = request.counts or await self.counters() - before
         return counts.rounds > 0
 
-    def generate(self, prompt: Sequence[int], params: Params) -> Answer:
+    def generate(self, prompt: Sequence[int], params: Params) -> EndpointAnswer:
         """Return the answer to a prompt, which is sent once the answer is waited for."""
-        return Answer(self, EndpointRequest(prompt, params))
+        return EndpointAnswer(self, EndpointRequest(prompt, params))
 
     async def receive(self, request: EndpointRequest) -> None:
         """Send a request and wait for its end."""

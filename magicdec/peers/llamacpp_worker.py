@@ -39,7 +39,7 @@ def features() -> str:
     )
 
 
-class Worker:
+class LlamaCppWorker:
     """The loaded models, with a slot of the server for each row."""
 
     version = f"{xllamacpp.__version__} ({features()})"
@@ -138,6 +138,8 @@ class Worker:
         return response
 
 
+WORKER = LlamaCppWorker
+
 if __name__ == "__main__":
-    _worker = Worker(**json.loads(sys.argv[1]))
+    _worker = LlamaCppWorker(**json.loads(sys.argv[1]))
     threading.Event().wait()

@@ -9,7 +9,7 @@ import openvino_genai
 BLOCK = 32  # tokens of a block of its KV cache
 
 
-class Worker:
+class OpenvinoWorker:
     """The loaded models, in a pipeline of continuous batching."""
 
     version = f"{openvino_genai.__version__}"
@@ -83,3 +83,6 @@ class Worker:
                         (now, [t for out in handle.read().values() for t in out.generated_ids])
                     )
         return bursts
+
+
+WORKER = OpenvinoWorker

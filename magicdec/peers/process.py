@@ -89,7 +89,7 @@ class WorkerPeer(Peer):
 
     name: ClassVar[str]  # as in engine=vllm
     title: ClassVar[str]  # how messages call the engine
-    worker: ClassVar[str]  # the file with its class Worker
+    worker: ClassVar[str]  # the file with its class
     modules: ClassVar[tuple[str, ...]]  # that the environment must have
     packages: ClassVar[str]  # that pip installs
     cpu_only: ClassVar[bool] = False

@@ -34,7 +34,7 @@ from magicdec.peers.base import Counts, Peer, PeerGeneration, PeerSpec
 from magicdec.rules import STRICT
 
 
-class Bursts(StoppingCriteria):
+class TokenBursts(StoppingCriteria):
     """The times at which `generate` emits tokens: one a row or, speculating, several. It is never
     stopped.
     """
@@ -135,7 +135,7 @@ class TransformersPeer(Peer):
         mask_BS = torch.tensor(
             [[0] * (width - len(row)) + [1] * len(row) for row in prompts], device=self._device
         )
-        bursts = Bursts(self._device)
+        bursts = TokenBursts(self._device)
         watched = (
             self.target.register_forward_pre_hook(bursts.watch, with_kwargs=True)
             if speculative
@@ -194,7 +194,7 @@ class TransformersPeer(Peer):
         ends = (i + 1 for i, token in enumerate(row) if token in self.spec.eos_token_ids)
         return row[: next(ends, len(row))]
 
-    def _counts(self, bursts: Bursts, width: int, generate_len: int) -> Counts:
+    def _counts(self, bursts: TokenBursts, width: int, generate_len: int) -> Counts:
         """Count the proposals of the only row. Rounds near the limit, which propose fewer tokens,
         are left out.
         """
@@ -218,7 +218,7 @@ class TransformersPeer(Peer):
         return self._peak.num_bytes
 
 
-def _times(bursts: Bursts, width: int, rows: list[list[int]]) -> list[RowTimes]:
+def _times(bursts: TokenBursts, width: int, rows: list[list[int]]) -> list[RowTimes]:
     """Time each row to the burst with its last token. The tokens of the first burst belong to the
     prefill.
     """

@@ -4,7 +4,7 @@ import torch
 from vllm import LLM, SamplingParams, __version__
 
 
-class Worker:
+class VllmWorker:
     """A loaded model."""
 
     version = __version__
@@ -69,3 +69,6 @@ class Worker:
             elif metric.name.startswith(prefix):
                 counts[metric.name.removeprefix(prefix)] = metric.value
         return counts
+
+
+WORKER = VllmWorker

@@ -2,10 +2,10 @@
 
     python -I worker.py FILE
 
-runs the class Worker of a file, in an environment that has the engine and need not have magicdec:
-nothing of it is imported here or there. The first line holds the arguments of Worker, which loads
-the models; the answer is {"version"}. Every later line is a batch, the arguments of
-Worker.generate; the answer is what it returns, and {"peak_bytes"}. After an error the answer is
+runs the class that a file calls WORKER, in an environment that has the engine and need not have
+magicdec: nothing of it is imported here or there. The first line holds the arguments of the class,
+which loads the models; the answer is {"version"}. Every later line is a batch, the arguments of
+its `generate`; the answer is what it returns, and {"peak_bytes"}. After an error the answer is
 {"error"}, and the process ends. It also ends with its input.
 """
 
@@ -34,7 +34,7 @@ def listen(requests: queue.Queue) -> None:
 
 def serve(requests: queue.Queue, answer) -> None:
     """Load the worker and answer requests."""
-    make = runpy.run_path(sys.argv[1])["Worker"]
+    make = runpy.run_path(sys.argv[1])["WORKER"]
     before = status_bytes("VmRSS") - status_bytes("RssFile")
     worker = make(**requests.get())
     answer({"version": worker.version})

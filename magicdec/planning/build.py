@@ -18,7 +18,7 @@ from magicdec.models.parallel import Share, share
 from magicdec.models.transformer import Transformer
 from magicdec.modules import ModulesConfig
 from magicdec.planning import shared
-from magicdec.planning.resolved import Model, Plan
+from magicdec.planning.resolved import Plan, PlannedModel
 from magicdec.tracking.progress import Progress
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ def engine(plan: Plan, progress: Progress) -> NativeEngine:
         attention = BACKENDS[name].work()
         task.advance(1)
 
-    def load(model: Model) -> Transformer:
+    def load(model: PlannedModel) -> Transformer:
         return shared.SHARED.model(
             shared.model_key(plan, model), lambda: _load(model, plan, attention, progress)
         )
@@ -46,7 +46,7 @@ def engine(plan: Plan, progress: Progress) -> NativeEngine:
     return assembled(plan, load)
 
 
-def assembled(plan: Plan, load: Callable[[Model], Transformer]) -> NativeEngine:
+def assembled(plan: Plan, load: Callable[[PlannedModel], Transformer]) -> NativeEngine:
     """Return the engine of a plan whose models `load` returns."""
     c = plan.config
     target = load(plan.target)
@@ -93,7 +93,9 @@ def tokenizer(plan: Plan) -> object | None:
     )
 
 
-def without_weights(model: Model, plan: Plan, attention: Attention, part: Share) -> Transformer:
+def without_weights(
+    model: PlannedModel, plan: Plan, attention: Attention, part: Share
+) -> Transformer:
     """Return a share of a model, on the meta device: its weights have a shape and a type but no
     storage.
     """
@@ -115,7 +117,7 @@ def without_weights(model: Model, plan: Plan, attention: Attention, part: Share)
     return transformer.eval().requires_grad_(False)
 
 
-def _load(model: Model, plan: Plan, attention: Attention, progress: Progress) -> Transformer:
+def _load(model: PlannedModel, plan: Plan, attention: Attention, progress: Progress) -> Transformer:
     """Load this rank's share of a model onto its device. Random weights are made there, in the
     run's dtype.
     """
@@ -142,7 +144,7 @@ def _load(model: Model, plan: Plan, attention: Attention, progress: Progress) ->
 
 
 def _load_modules(
-    model: Model, config: ModulesConfig, plan: Plan, attention: Attention, progress: Progress
+    model: PlannedModel, config: ModulesConfig, plan: Plan, attention: Attention, progress: Progress
 ) -> Transformer:
     """Load transformers' modules onto this device."""
     from magicdec.models.adapter import load
@@ -159,7 +161,7 @@ def _load_modules(
 
 
 def _draft_model(
-    plan: Plan, target: Transformer, load: Callable[[Model], Transformer]
+    plan: Plan, target: Transformer, load: Callable[[PlannedModel], Transformer]
 ) -> Transformer | None:
     """Return the draft's model; None if that is the target itself, or if there is none."""
     draft = plan.config.draft

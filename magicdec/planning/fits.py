@@ -15,7 +15,7 @@ from magicdec.models.transformer import Transformer
 from magicdec.planning import shared
 from magicdec.planning.build import assembled, without_weights
 from magicdec.planning.resolve import batch_on
-from magicdec.planning.resolved import Model, Plan
+from magicdec.planning.resolved import Plan, PlannedModel
 from magicdec.planning.setup import held, setup_of
 from magicdec.units import GIB
 
@@ -58,7 +58,7 @@ def _footprint(plan: Plan, num_rows: int, context_len: int, prefills: bool = Tru
     on_cpu = plan.device.type == "cpu"
     attention = UniformAttention() if on_cpu else BACKENDS[plan.config.attention].work()
 
-    def load(model: Model) -> Transformer:
+    def load(model: PlannedModel) -> Transformer:
         part = Share(0, model.num_ranks, 0, plan.num_ranks)
         return without_weights(model, plan, attention, part)
 

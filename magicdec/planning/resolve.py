@@ -17,7 +17,7 @@ from magicdec.kernels.toolchain import triton_obstacle
 from magicdec.measure.system import cpu_name
 from magicdec.models import description
 from magicdec.planning.identity import identify
-from magicdec.planning.resolved import Model, Plan
+from magicdec.planning.resolved import Plan, PlannedModel
 
 # batch.prefill_chunk=auto: CHUNK tokens of each row, or more where a pass of all rows would have
 # few tokens.
@@ -127,13 +127,13 @@ def batch_on(config: Config, device: torch.device) -> BatchConfig:
     return batch
 
 
-def _models(config: Config, loads: bool) -> tuple[Config, Model, Model | None]:
+def _models(config: Config, loads: bool) -> tuple[Config, PlannedModel, PlannedModel | None]:
     """Return the configuration completed from the checkpoints, the target and the independent
     draft.
 
     `loads` says whether a checkpoint's weights are read.
     """
-    models: dict[str, Model] = {}
+    models: dict[str, PlannedModel] = {}
     for key, choice in config.models.items():
         if key != "target" and not config.draft.needs_model:
             continue
@@ -145,7 +145,7 @@ def _models(config: Config, loads: bool) -> tuple[Config, Model, Model | None]:
         choice, folder = identify(key, choice, loads and choice.weights == "checkpoint")
         assert choice.architecture is not None, "identify has read it"
         folder = folder if loads and choice.weights == "checkpoint" else None
-        models[key] = Model(key, folder, choice.architecture)
+        models[key] = PlannedModel(key, folder, choice.architecture)
         if key == "target":
             config = replace(config, target=choice)
         else:
@@ -182,7 +182,9 @@ def _device_name(device: torch.device) -> str:
     return f"{cpu_name()}, {threads} thread{'s' if threads > 1 else ''}"
 
 
-def _divided(config: Config, target: Model, draft: Model | None) -> tuple[Model, Model | None]:
+def _divided(
+    config: Config, target: PlannedModel, draft: PlannedModel | None
+) -> tuple[PlannedModel, PlannedModel | None]:
     """Return the models with the number of ranks that each is divided over."""
     ranks = config.hardware.tensor_parallel
     drafters = (config.draft.tensor_parallel or ranks) if draft else ranks
@@ -197,7 +199,7 @@ def _divided(config: Config, target: Model, draft: Model | None) -> tuple[Model,
     return target, draft
 
 
-def _check_modules(config: Config, target: Model, draft: Model | None) -> None:
+def _check_modules(config: Config, target: PlannedModel, draft: PlannedModel | None) -> None:
     """Raise UserError for what transformers' modules cannot do."""
     models = [model for model in (target, draft) if model is not None]
     for model in models:
@@ -217,7 +219,7 @@ def _check_modules(config: Config, target: Model, draft: Model | None) -> None:
             )
 
 
-def _check_length(config: Config, target: Model, draft: Model | None) -> None:
+def _check_length(config: Config, target: PlannedModel, draft: PlannedModel | None) -> None:
     check_length(config, target.config.max_position_embeddings)
     length, key = config.batch.context_len + config.batch.generate_len, config.draft.own_cache_key
     trained = (

@@ -15,7 +15,7 @@ from magicdec.models import checkpoint
 
 
 @dataclass(frozen=True)
-class Model:
+class PlannedModel:
     """One model of a run before its weights are loaded: its folder and its architecture."""
 
     key: str  # the configuration's key, for messages
@@ -41,8 +41,8 @@ class Plan:
     config: Config
     device: torch.device
     dtype: torch.dtype
-    target: Model
-    draft: Model | None
+    target: PlannedModel
+    draft: PlannedModel | None
     device_name: str
     # For config.attention, and for what is slower than it could be; empty for other engines.
     reasons: str = ""
@@ -101,7 +101,7 @@ class Plan:
         """Return whether the output is audited: with synthetic acceptance it means nothing."""
         return self.config.speculates and self.config.draft.synthetic_acceptance is None
 
-    def in_bfloat16(self, model: Model) -> set[str]:
+    def in_bfloat16(self, model: PlannedModel) -> set[str]:
         """Return the matrices that a float32 run keeps in bfloat16, as stored. The kernels widen
         them.
         """

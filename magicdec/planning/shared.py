@@ -19,7 +19,7 @@ from magicdec.measure import memory
 if TYPE_CHECKING:  # a prediction does not wait for the modules of an engine
     from magicdec.models.kv_cache import KVCache
     from magicdec.models.transformer import Transformer
-    from magicdec.planning.resolved import Model, Plan
+    from magicdec.planning.resolved import Plan, PlannedModel
 
 T = TypeVar("T")
 
@@ -116,7 +116,7 @@ class Shared:
 SHARED = Shared()
 
 
-def model_key(plan: "Plan", model: "Model") -> Hashable:
+def model_key(plan: "Plan", model: "PlannedModel") -> Hashable:
     """Return everything that a loaded model depends on."""
     hardware = plan.config.hardware
     settings = (

@@ -32,7 +32,7 @@ from magicdec.scenarios.levels import (
 from magicdec.scenarios.outcome import Outcome
 from magicdec.scenarios.outputs import Outputs
 from magicdec.scenarios.peer import load
-from magicdec.serving.load import Load, RequestSpec, Search, under_load
+from magicdec.serving.load import Load, LoadSearch, RequestSpec, under_load
 from magicdec.tracking.progress import Progress
 from magicdec.tracking.store import Run
 from magicdec.units import WAYS
@@ -210,7 +210,7 @@ async def _measure_all(work: Measurement, servers: Servable, tokenizer: object |
                 for way, endpoint in endpoints.items():
                     await work.measure(endpoint, way, level)
             for way, endpoint in endpoints.items() if scenario.slo else ():
-                search = Search(way, scenario)
+                search = LoadSearch(way, scenario)
                 while search.level is not None:
                     search.tell(await work.measure(endpoint, way, search.level))
                 work.facts |= search.metrics

@@ -58,7 +58,7 @@ class Started(NamedTuple):
     batches: tuple[int, ...]
 
 
-class Point(NamedTuple):
+class MeasuredPoint(NamedTuple):
     """What is measured at once: a way and a gamma at a batch and a context."""
 
     way: str
@@ -108,7 +108,7 @@ class Bursts:
     progress: Progress
     tokenizer: object | None
     served: str = ""
-    found: dict[Point, Burst] = field(default_factory=dict)
+    found: dict[MeasuredPoint, Burst] = field(default_factory=dict)
 
     @property
     def history(self) -> list[dict[str, Any]]:
@@ -162,7 +162,7 @@ class Bursts:
                 )
             else:
                 gamma = _gamma(server, burst, engine.has_any_gamma) if way != AUTOREGRESSIVE else 0
-                self.found[Point(way, gamma, batch, context)] = burst
+                self.found[MeasuredPoint(way, gamma, batch, context)] = burst
                 self.run.write_lines("history", self.history)
             advance(1)
 
@@ -197,21 +197,21 @@ def _gamma(server: Started, burst: Burst, is_chosen: bool) -> int:
     return server.gamma if is_chosen or not burst.gamma else round(burst.gamma)
 
 
-def lines(found: Mapping[Point, Burst]) -> Iterator[dict[str, Any]]:
+def lines(found: Mapping[MeasuredPoint, Burst]) -> Iterator[dict[str, Any]]:
     """Yield a line for each point of the grid that was measured, times in milliseconds as in
     scenario=profile of our own engine.
     """
     cells = sorted({(point.batch, point.context) for point in found})
     for batch, context in cells:
         line: dict[str, Any] = {"batch_size": batch, "context_len": context}
-        if plain := found.get(Point(AUTOREGRESSIVE, 0, batch, context)):
+        if plain := found.get(MeasuredPoint(AUTOREGRESSIVE, 0, batch, context)):
             line |= _timed("target_decode", plain) | {"decoded": plain.decoded}
         gammas = sorted({p.gamma for p in found if p[2:] == (batch, context) and p.gamma})
         if not gammas:
             yield line
         for gamma in gammas:
-            free = found.get(Point(FREE, gamma, batch, context))
-            draft = found.get(Point(SPECULATIVE, gamma, batch, context))
+            free = found.get(MeasuredPoint(FREE, gamma, batch, context))
+            draft = found.get(MeasuredPoint(SPECULATIVE, gamma, batch, context))
             yield line | {"gamma": gamma} | _speculation(gamma, free, draft)
 
 

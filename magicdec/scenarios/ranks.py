@@ -34,7 +34,7 @@ FINISH_S = 300.0  # for rank 0's result once another rank has finished: they do 
 COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"  # processes in which torch.compile compiles
 
 
-class Message(NamedTuple):
+class RankMessage(NamedTuple):
     """The message of a rank at its end: a result, or an error and its time."""
 
     result: Any = None
@@ -97,7 +97,7 @@ def _result(
     processes: list[BaseProcess], ends: list[Connection], time_limit_s: float | None
 ) -> Any:
     """Wait for rank 0's result, or for the first failure."""
-    messages: dict[int, Message] = {}
+    messages: dict[int, RankMessage] = {}
     late = f"the ranks gave no result within {time_limit_s or 0:g} s"
     deadline = math.inf if time_limit_s is None else time.monotonic() + time_limit_s
     while 0 not in messages:
@@ -119,7 +119,7 @@ def _result(
 def _receive(
     processes: list[BaseProcess],
     ends: list[Connection],
-    messages: dict[int, Message],
+    messages: dict[int, RankMessage],
     timeout: float | None,
 ) -> None:
     """Receive the messages of ranks that have any. A rank that died without one counts as the first
@@ -131,7 +131,7 @@ def _receive(
             messages[rank] = ends[rank].recv()
         except EOFError:
             processes[rank].join(EXIT_S)
-            messages[rank] = Message(
+            messages[rank] = RankMessage(
                 error=RuntimeError(f"rank {rank} died ({exit_in_words(processes[rank].exitcode)})")
             )
 
@@ -156,12 +156,12 @@ def _rank(
     try:
         _join_group(rank, num_ranks, device, rendezvous)
         result = function(rank, *arguments)
-        end.send(Message(result if rank == 0 else None))
+        end.send(RankMessage(result if rank == 0 else None))
         del result
         _leave_group()
     except BaseException as error:
         with suppress(OSError):  # the parent has the result already, or has ended
-            end.send(Message(error=_portable(error, rank), at=time.time()))
+            end.send(RankMessage(error=_portable(error, rank), at=time.time()))
 
 
 def _join_group(rank: int, num_ranks: int, device: str, rendezvous: str) -> None:

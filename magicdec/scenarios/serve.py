@@ -32,7 +32,7 @@ from magicdec.scenarios.levels import (
 from magicdec.scenarios.outcome import Outcome
 from magicdec.scenarios.outputs import Outputs, lossless
 from magicdec.serving.engine import AsyncEngine
-from magicdec.serving.load import Load, RequestSpec, Search, under_load
+from magicdec.serving.load import Load, LoadSearch, RequestSpec, under_load
 from magicdec.serving.request import Request
 from magicdec.serving.scheduler import Scheduler
 from magicdec.serving.shared import SharedSlots
@@ -58,7 +58,7 @@ def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
         levels.measure(level, ways)
     last, written = levels.history[-1:], levels.written
     for way in ways if scenario.slo else ():
-        search = Search(way, scenario)
+        search = LoadSearch(way, scenario)
         while search.level is not None:
             search.tell(levels.measure(search.level, (way,)))
         limits |= search.metrics

@@ -77,7 +77,7 @@ class Unit:
         return {**facts, **marks, "ways": {way: _to_json(g) for way, g in self.ways.items()}}
 
     @classmethod
-    def from_json(cls, stored: files.Unit) -> "Unit":
+    def from_json(cls, stored: files.StoredUnit) -> "Unit":
         """Return the unit that a file holds."""
         ways = {way: _from_json(stored["ways"][way]) for way in WAYS if way in stored["ways"]}
         return cls(
@@ -91,7 +91,7 @@ def _to_json(generation: Generation) -> dict[str, Any]:
     return others | counters
 
 
-def _from_json(stored: files.Decoded) -> Generation:
+def _from_json(stored: files.StoredDecoding) -> Generation:
     content: dict[str, Any] = dict(stored)
     shape = (-1, len(stored["tokens"]))
     for name in COUNTERS:

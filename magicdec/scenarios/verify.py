@@ -26,7 +26,7 @@ from magicdec.engine.native import Batch, NativeEngine, warm_up
 from magicdec.errors import UserError
 from magicdec.measure import metrics
 from magicdec.measure.ceilings import matmul_rate, read_bandwidth
-from magicdec.measure.intervals import Share, share_of_best
+from magicdec.measure.intervals import ShareOfBest, share_of_best
 from magicdec.planning import build
 from magicdec.planning.resolve import resolve
 from magicdec.planning.resolved import Plan
@@ -237,7 +237,7 @@ def _line(measured: MeasuredCell) -> dict[str, Any]:
     }
 
 
-def _of(by: Schedule, cell: Cell, share: Share) -> dict[str, Any]:
+def _of(by: Schedule, cell: Cell, share: ShareOfBest) -> dict[str, Any]:
     """Return what a line says of the schedule; without a file, what it expected as well."""
     expected = [each.speedups for each in by.cells if each[:2] == cell[:2]]
     return {
@@ -253,7 +253,7 @@ def _of(by: Schedule, cell: Cell, share: Share) -> dict[str, Any]:
     }
 
 
-def _view(by: Schedule, cells: Sequence[MeasuredCell], shares: Sequence[Share]) -> Group:
+def _view(by: Schedule, cells: Sequence[MeasuredCell], shares: Sequence[ShareOfBest]) -> Group:
     """Return a table of the measured speedups of all cells, and one of the schedule's share of the
     best.
     """
@@ -280,16 +280,16 @@ def _view(by: Schedule, cells: Sequence[MeasuredCell], shares: Sequence[Share]) 
     return Group(measured, "", reached, *_sentences(shares))
 
 
-def _words(share: Share) -> str:
+def _words(share: ShareOfBest) -> str:
     low_high = " [{:.1%}, {:.1%}]".format(*share.apart_ci95) if share.apart_ci95 else ""
     return "-" if share.apart is None else f"{share.apart:.1%}{low_high}"
 
 
-def _apart(shares: Sequence[Share]) -> list[float]:
+def _apart(shares: Sequence[ShareOfBest]) -> list[float]:
     return [share.apart for share in shares if share.apart is not None]
 
 
-def _sentences(shares: Sequence[Share]) -> list[str]:
+def _sentences(shares: Sequence[ShareOfBest]) -> list[str]:
     of_best, apart = [share.of_best for share in shares], _apart(shares)
     reached = f"{min(of_best):.1%} of it at worst and {median(of_best):.1%} in the median cell"
     said = [f"* the best; the schedule reaches {reached}"]

@@ -8,7 +8,7 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from statistics import median
 
-from magicdec.engine.adaptive import Estimate, better
+from magicdec.engine.adaptive import YieldEstimate, better
 
 DECAY = 0.99  # of what has been seen, in every round: a round may have a single row
 KEPT = 5  # times of a gamma, of which the median counts: prompts grow, and neighbours disturb
@@ -27,7 +27,7 @@ class Chooser:
     def __init__(self, gammas: Sequence[int]):
         """Choose among these, which may include 0."""
         self.gammas, self._gamma = list(gammas), max(gammas)
-        self._estimate = Estimate(DECAY)
+        self._estimate = YieldEstimate(DECAY)
         self._rounds = 0
         # By the size of the batch in powers of two, and by gamma.
         self._times = defaultdict[int, dict[int, deque[float]]](

@@ -186,7 +186,7 @@ def _is_good(stats: Stats, latency_ms: float | None, first_token_ms: float | Non
     )
 
 
-class Search:
+class LoadSearch:
     """A search in one way of decoding: measure `level` and `tell` its metrics, until it is None;
     then `highest` is the answer, or 0 if no level keeps the bounds.
     """

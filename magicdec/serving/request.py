@@ -16,7 +16,7 @@ from magicdec.verification.sampling import Sampling
 
 
 @pydantic_dataclass(frozen=True, config=STRICT)
-class Settings(SamplingConfig):
+class RequestSettings(SamplingConfig):
     """The rules of a continuation's parameters."""
 
     max_tokens: Count = 64
@@ -38,7 +38,7 @@ class Params:
             entry.name: getattr(self.sampling, entry.name) for entry in fields(SamplingConfig)
         }
         try:
-            Settings(**sampling, max_tokens=self.max_tokens, gamma=self.gamma)
+            RequestSettings(**sampling, max_tokens=self.max_tokens, gamma=self.gamma)
         except ValidationError as error:
             raise refusal(error) from None
 

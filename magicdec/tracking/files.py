@@ -48,7 +48,7 @@ typed = with_config(ConfigDict(strict=True, extra="ignore"))
 
 
 @typed
-class Result(TypedDict):
+class StoredResult(TypedDict):
     """The keys of result.json that describe a run. All other keys are metrics."""
 
     status: Literal["running", "done", "failed"]
@@ -66,7 +66,7 @@ class Named(TypedDict):
 
 
 @typed
-class Draft(Named):
+class StoredDraft(Named):
     """The group draft."""
 
     gamma: NotRequired[Count | Literal["auto"]]
@@ -95,11 +95,11 @@ class Wandb(TypedDict):
 
 
 @typed
-class Config(TypedDict):
+class StoredConfig(TypedDict):
     """A run's configuration, from config.yaml."""
 
     target: Named
-    draft: Draft
+    draft: StoredDraft
     cache: Cache
     scenario: Named
     wandb: NotRequired[Wandb]
@@ -127,7 +127,7 @@ class Sample(TypedDict):
 
 
 @typed
-class Generation(TypedDict):
+class GenerationLine(TypedDict):
     """A line of generations.jsonl."""
 
     row: Count
@@ -140,7 +140,7 @@ class Generation(TypedDict):
 
 
 @typed
-class Decoded(TypedDict):
+class StoredDecoding(TypedDict):
     """A batch as it was decoded in one way: its tokens, its rounds and their times."""
 
     tokens: list[list[int]]  # by row
@@ -153,14 +153,14 @@ class Decoded(TypedDict):
 
 
 @typed
-class Unit(TypedDict):
+class StoredUnit(TypedDict):
     """A file of the folder `units`: a batch, decoded both ways once."""
 
     batch: Count
     prefill_s: float
     disturbed: str | None
     left_out: str | None
-    ways: dict[str, Decoded]
+    ways: dict[str, StoredDecoding]
 
 
 @typed
@@ -202,9 +202,13 @@ def _in_short(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
 ROW: TypeAdapter[dict[str, Any]] = TypeAdapter(
     dict[Text, Annotated[Value, WrapValidator(_in_short)]]
 )
-FACTS, CONFIG = TypeAdapter(Result), TypeAdapter(Config)
-SAMPLE, GENERATION, JOB_LINE = TypeAdapter(Sample), TypeAdapter(Generation), TypeAdapter(JobLine)
-UNIT = TypeAdapter(Unit)
+FACTS, CONFIG = TypeAdapter(StoredResult), TypeAdapter(StoredConfig)
+SAMPLE, GENERATION, JOB_LINE = (
+    TypeAdapter(Sample),
+    TypeAdapter(GenerationLine),
+    TypeAdapter(JobLine),
+)
+UNIT = TypeAdapter(StoredUnit)
 
 
 class Damaged(UserError):

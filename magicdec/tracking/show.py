@@ -18,7 +18,7 @@ from magicdec.tracking.console import Console
 from magicdec.tracking.files import (
     GENERATION,
     SAMPLE,
-    Generation,
+    GenerationLine,
     Round,
     Sample,
     by_round,
@@ -95,7 +95,7 @@ def samples_of(folder: Path, row: int | None = None) -> list[Sample]:
     return [_as_ids(generations[row])]
 
 
-def _as_ids(line: Generation) -> Sample:
+def _as_ids(line: GenerationLine) -> Sample:
     """Return a line of generations.jsonl as a sample whose text is token ids."""
     ways = (line.get("autoregressive"), line.get("speculative"))
     slow, fast = [[f"{token} " for token in tokens or ()] for tokens in ways]

@@ -21,7 +21,7 @@ from magicdec.errors import UserError
 from magicdec.planning.fits import fitting
 from magicdec.planning.prediction import cache_named
 from magicdec.planning.resolve import resolve
-from magicdec.planning.resolved import Model, Plan
+from magicdec.planning.resolved import Plan, PlannedModel
 from magicdec.planning.setup import held, setup_of
 from magicdec.scenarios import plan as plan_scenario
 from magicdec.scenarios import predict as predict_scenario
@@ -40,7 +40,7 @@ def outcome(scenario, *overrides):
 def as_run(device_name, device, *overrides):
     """The plan of a run on a device that is not here."""
     config, dtype = compose(overrides), torch.float32 if device == "cpu" else torch.bfloat16
-    target = Model("target", None, config.target.architecture)
+    target = PlannedModel("target", None, config.target.architecture)
     return Plan(config, torch.device(device), dtype, target, None, device_name)
 
 

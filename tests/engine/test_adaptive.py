@@ -14,7 +14,7 @@ from magicdec.config import choices
 from magicdec.costmodel.speedup import omega, speedup
 from magicdec.decoding import timers
 from magicdec.decoding.state import State
-from magicdec.engine.adaptive import AdaptiveCycle, Estimate
+from magicdec.engine.adaptive import AdaptiveCycle, YieldEstimate
 from magicdec.engine.audit import audit
 from magicdec.engine.native import warm_up
 from magicdec.measure import metrics
@@ -137,7 +137,7 @@ def test_speculation_is_given_up_on_evidence_alone(monkeypatch, judged, chosen):
 @pytest.mark.parametrize("alpha", [0.3, 0.7, 0.95])
 def test_tokens_of_a_round_are_those_of_equal_rows(alpha):
     """Also of gammas that were not tried."""
-    estimate, generator = Estimate(), random.Random(0)
+    estimate, generator = YieldEstimate(), random.Random(0)
     for _ in range(400):
         estimate.learn(
             3, [next((i for i in range(3) if generator.random() > alpha), 3) for _ in range(8)]
@@ -150,7 +150,7 @@ def test_tokens_of_a_round_where_rows_differ():
     """Half of the rows accept everything, the others nothing: alpha is 5/6, of which omega would
     make 4.0 tokens.
     """
-    estimate = Estimate()
+    estimate = YieldEstimate()
     for _ in range(200):
         estimate.learn(5, [5, 5, 0, 0])
     assert estimate.alpha == pytest.approx(5 / 6, abs=0.01)

@@ -14,7 +14,7 @@ from magicdec.engine import decoder
 from magicdec.kernels.library import compiler
 from magicdec.models import kv_cache, passes
 from magicdec.models.operators import CppOperators
-from magicdec.models.passes import Pass
+from magicdec.models.passes import PassCall
 from magicdec.verification.sampling import Sampling
 from tests.small import drafting, small_model
 
@@ -77,7 +77,9 @@ def test_matmuls_leave_finished_rows_out(draft, monkeypatch):
     batch.restart()
     batch.decoder.state.finished_B[[1, 2]] = True
     hidden, rows = [], []
-    monkeypatch.setattr(passes, "Pass", lambda *args: rows.append(args[-5].rows) or Pass(*args))
+    monkeypatch.setattr(
+        passes, "PassCall", lambda *args: rows.append(args[-5].rows) or PassCall(*args)
+    )
     matmul = CppOperators.matmul
 
     def counted(self, x, *rest):

@@ -16,7 +16,7 @@ from magicdec.drafts.layer_skip import LayerSkip
 from magicdec.drafts.model import IndependentModel
 from magicdec.drafts.ngram import PromptLookup
 from magicdec.peers.base import Counts, PeerSpec
-from magicdec.peers.transformers import Bursts, TransformersEngine, TransformersPeer
+from magicdec.peers.transformers import TokenBursts, TransformersEngine, TransformersPeer
 from magicdec.scenarios import Job, run
 from magicdec.verification.sampling import Sampling
 from tests.checkpoints import load_model, make_checkpoint
@@ -114,7 +114,7 @@ def test_a_passage_is_counted_by_hand(folders):
     """Three rounds behind a prompt of 10: all of 3 accepted, none, and one that the limit of 10 cut
     to 2 proposals.
     """
-    bursts = Bursts(CPU)
+    bursts = TokenBursts(CPU)
     bursts.start()
     for length, width in ((14, 13), (15, 4), (17, 4), (20, 3)):
         bursts.watch(None, None, {"input_ids": torch.zeros(1, width)})

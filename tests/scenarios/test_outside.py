@@ -8,7 +8,7 @@ from magicdec.config.load import compose
 from magicdec.peers.steady import Burst
 from magicdec.planning.resolve import resolve
 from magicdec.scenarios import Job, run
-from magicdec.scenarios.outside import Point, prepare
+from magicdec.scenarios.outside import MeasuredPoint, prepare
 from magicdec.scenarios.outside import lines as lines_of
 from magicdec.scenarios.peer import load
 from magicdec.units import FREE
@@ -73,7 +73,7 @@ def test_a_server_alone_is_what_it_reports(tmp_path, behaviour, known, capsys):
 def test_a_free_draft_that_proposes_too_little_is_no_verification():
     for proposed, is_known in ((2.0, False), (3.9, True)):
         free = Burst(1.0, (50.0, 50.0), 8.0, 1.5, proposed)
-        (line,) = lines_of({Point(FREE, 4, 1, 32): free})
+        (line,) = lines_of({MeasuredPoint(FREE, 4, 1, 32): free})
         assert line["free/proposed"] == proposed
         assert ("time/verify_ms" in line) == is_known
 

@@ -443,7 +443,7 @@ async def test_waiting_for_an_answer_does_not_poll():
 
     received, stream = [], Stream([1], Params(), asyncio.get_running_loop())
     request = Request({"type": "http", "method": "POST", "headers": []}, receive)
-    answer = http.Answer(
+    answer = http.HttpAnswer(
         Completion(model="tiny", prompt="a"), stream, {}, http.StoppableText(None), Mock()
     )
     with pytest.raises(TimeoutError):

@@ -173,14 +173,14 @@ def record(model: Any, longest: int) -> Recording:
     return recording
 
 
-class Window:
+class RecordedWindow:
     """A mask of a pass that is recorded: how far it lets a token see; None: to the beginning."""
 
     def __init__(self, reach: int | None):
         self.reach = reach
 
 
-def _record_mask(mask_function: Any, config: Any, **_: Any) -> Window:
+def _record_mask(mask_function: Any, config: Any, **_: Any) -> RecordedWindow:
     """Find the window of a mask from what it lets a late token see; raise UserError for a mask that
     is no window.
     """
@@ -190,7 +190,7 @@ def _record_mask(mask_function: Any, config: Any, **_: Any) -> Window:
     count = int(seen_S.sum())
     if not bool(seen_S[last + 1 - count : last + 1].all()) or bool(seen_S[last + 1]):
         raise UserError("its attention masks are neither causal nor windows, and not supported")
-    return Window(None if count > last else count)
+    return RecordedWindow(None if count > last else count)
 
 
 def _record_attention(
@@ -198,7 +198,7 @@ def _record_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Window,
+    attention_mask: RecordedWindow,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **given: Any,

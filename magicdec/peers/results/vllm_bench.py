@@ -22,7 +22,7 @@ LATENCIES = {
 
 
 @dataclass(frozen=True, config=JSON)
-class Result:
+class BenchResult:
     """The keys of a result that are read, besides its latencies."""
 
     completed: int
@@ -40,7 +40,7 @@ class Result:
 
 def levels(content: Mapping[str, Any], where: str) -> list[LoadResult]:
     """Return the level of a result."""
-    one = parse(Result, content, where=where)
+    one = parse(BenchResult, content, where=where)
     if one.completed < 1:
         raise UserError(f"{where}: completed={one.completed}: no request was answered")
     metrics = {

@@ -52,7 +52,7 @@ BY = {
 
 
 @dataclass(frozen=True)
-class Place:
+class RankedPlace:
     """The best run at a place, and the others, the next best first."""
 
     best: Row
@@ -111,19 +111,19 @@ class Answer:
     """
 
     key: str
-    places: Sequence[Place]
+    places: Sequence[RankedPlace]
     given: Sequence[str]
     chosen: Sequence[str]
     held: Row
 
     @property
-    def top(self) -> Place:
+    def top(self) -> RankedPlace:
         """Return the place with the greatest speedup among those whose best run can be trusted
         most.
         """
         return max(self.places, key=lambda place: (_trust(place.best), place.best[self.key]))
 
-    def winner(self, place: Place) -> str:
+    def winner(self, place: RankedPlace) -> str:
         """Say which configuration is the fastest at a place, or from which others it cannot be
         distinguished.
         """
@@ -150,7 +150,7 @@ class Answer:
         )
         return f"not distinguishable: {best}, {figure}, and {', '.join(alike)}{rest}"
 
-    def where(self, place: Place) -> str:
+    def where(self, place: RankedPlace) -> str:
         """Name a place among several; "" if there is one."""
         return ", ".join(
             f"{key}={cell(place.best[key])}" for key in self.given if key in place.best
@@ -205,7 +205,7 @@ def answer(rows: Sequence[Row]) -> Answer | None:
         places.items(),
         key=lambda place: [(isinstance(v, str), v is None, v or 0) for v in place[0]],
     )
-    ranking = [Place(best, others, key) for _, (best, *others) in ordered]
+    ranking = [RankedPlace(best, others, key) for _, (best, *others) in ordered]
     return Answer(key, ranking, given, chosen[:MAX_SETTINGS], constants(candidates))
 
 

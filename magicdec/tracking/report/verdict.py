@@ -18,7 +18,7 @@ from magicdec.measure.intervals import (
     speedup,
     speedup_wall,
 )
-from magicdec.tracking.files import GENERATION, Generation, read_lines
+from magicdec.tracking.files import GENERATION, GenerationLine, read_lines
 from magicdec.tracking.report.rows import Row
 from magicdec.tracking.store import counted
 from magicdec.units import WAYS
@@ -73,7 +73,7 @@ def estimates(row: Row) -> dict[str, Estimate]:
     return {key: estimate for key, estimate in ratios.items() if estimate}
 
 
-def _whole(line: Generation, generate_len: int) -> list[tuple[int, int]]:
+def _whole(line: GenerationLine, generate_len: int) -> list[tuple[int, int]]:
     """Return the rounds of a row that proposed anything, without one that an end of sequence has
     cut.
     """
