@@ -43,13 +43,16 @@ class Shared:
     def __init__(self) -> None:
         self._level, self._kept = "none", dict[Hashable, Any]()
         self._facts = dict[Hashable, Any]()
+        self._num_jobs = 0
 
     def begin(self, level: str) -> None:
         """Begin a job with its `sweep.share`; `none` also for a run outside of sweeps."""
         self._level = level
         if level == "none":
             self.clear()
-        gc.collect()  # what the last job has left: its rounds and its decoder refer to each other
+        if self._num_jobs:
+            gc.collect()  # what the last job left: its rounds and its decoder refer to each other
+        self._num_jobs += 1
 
     def clear(self) -> None:
         """Keep nothing, as after a job that has failed."""

@@ -19,7 +19,7 @@ from magicdec.config.checks import refuse_unread, warnings
 from magicdec.config.load import to_dict
 from magicdec.config.schema import Config
 from magicdec.errors import Stopped, UserError, in_one_line, is_out_of_memory, to_stderr
-from magicdec.measure.system import sampled
+from magicdec.measure.system import driver_version, sampled
 from magicdec.measure.trust import BASELINE, noise, slowness
 from magicdec.planning.shared import SHARED
 from magicdec.scenarios.outcome import Outcome
@@ -335,13 +335,9 @@ def imports(name: str, config: Mapping[str, Any] | None = None) -> list[str]:
     modules = [f"magicdec.scenarios.{name}", "magicdec.planning.resolve"]
     modules += [module for tracker in chosen(config or {}) for module in tracker.IMPORTS]
     if name not in ("predict", "plan"):
-        modules += [
-            "magicdec.engine.native",
-            "torch._dynamo",
-            "transformers.models.auto.tokenization_auto",
-        ]
-        # It loads what all families need.
-        modules += ["transformers.models.llama.configuration_llama"]
+        modules += ["magicdec.engine.native", "transformers.models.auto.tokenization_auto"]
+        if driver_version():  # layers are compiled on GPUs, which may not be asked before a fork
+            modules.append("torch._dynamo")
     return modules
 
 
