@@ -97,14 +97,14 @@ async def _time_all(plan: Plan, element_bytes: float) -> tuple[list[Row], str]:
             )
             for users, context in points:
                 bursts = [[next(prompts)[:context] for _ in range(users)] for _ in range(REPEATS)]
-                found = await _time(endpoint, bursts, params) if short else None
-                if short is None or found is None:
+                timed = await _time(endpoint, bursts, params) if short else None
+                if short is None or timed is None:
                     to_stderr(
                         f"warning: {users} requests of {context} tokens do not decode together;"
                         " left out"
                     )
                     continue
-                rows.append(_row(target, users, context, found, short, element_bytes))
+                rows.append(_row(target, users, context, timed, short, element_bytes))
                 task.advance(1)
         if not rows:
             raise UserError(
@@ -121,12 +121,12 @@ async def _time(
     does.
     """
     bursts_seen = [await steady(endpoint, prompts, params) for prompts in bursts]
-    found = [Timed(one.first_ms, one.step_ms, one.decoded) for one in bursts_seen if one]
-    return Timed(*(median(values) for values in zip(*found, strict=True))) if found else None
+    timed = [Timed(burst.first_ms, burst.step_ms, burst.decoded) for burst in bursts_seen if burst]
+    return Timed(*(median(values) for values in zip(*timed, strict=True))) if timed else None
 
 
 def _row(
-    target: str, users: int, context: int, found: Timed, short: Timed, element_bytes: float
+    target: str, users: int, context: int, timed: Timed, short: Timed, element_bytes: float
 ) -> Row:
     """Return a point as a row to fit.
 
@@ -134,16 +134,16 @@ def _row(
     server add. That is known from a prompt so short that its prefill takes as long as a decode
     step.
     """
-    prefill_ms = found.first_ms - short.first_ms + short.step_ms if users == 1 else None
+    prefill_ms = timed.first_ms - short.first_ms + short.step_ms if users == 1 else None
     return Row(
         target=target,
         draft="self",
         policy="full",
         hardware="",
-        context_len=round(context + found.decoded),
+        context_len=round(context + timed.decoded),
         batch_size=users,
         gamma=1,
-        autoregressive_ms=found.step_ms,
+        autoregressive_ms=timed.step_ms,
         prompt_len=context,
         prefill_ms=prefill_ms if prefill_ms and prefill_ms > 0 else None,
         element_bytes=element_bytes,

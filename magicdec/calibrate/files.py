@@ -121,9 +121,9 @@ def _of_run(folder: Path, given: Given) -> tuple[Source, list[Row], bool]:
             f"{folder}: name the server's machine, as in target=llama-3.1-8b hardware=h200"
         )
     models = {
-        one["name"]: _architecture(one)
-        for one in (config["target"], config["draft"].get("model"))
-        if one is not None
+        model["name"]: _architecture(model)
+        for model in (config["target"], config["draft"].get("model"))
+        if model is not None
     }
     source = named or Source(
         config["target"]["name"], models, config["hardware"], str(run.get("device", ""))
@@ -204,7 +204,7 @@ def profile_rows(config: Mapping[str, Any], history: Iterable[Mapping[str, Any]]
             f"draft={draft['name']} with draft.quantization={draft['quantization']}: a calibration"
             " needs draft=self or draft=model, unquantized"
         )
-    known = {
+    common = {
         "target": config["target"]["name"],
         "draft": draft["model"]["name"] if draft["name"] == "model" else draft["name"],
         "policy": cache["policy"],
@@ -212,7 +212,7 @@ def profile_rows(config: Mapping[str, Any], history: Iterable[Mapping[str, Any]]
         "kv_budget": cache["budget"],
         "element_bytes": ELEMENT_BYTES[config["hardware"]["dtype"]],
     }
-    return [timed_row(point, **known, table="profile") for point in history]
+    return [timed_row(point, **common, table="profile") for point in history]
 
 
 def outside_rows(source: Source, history: Iterable[Mapping[str, Any]]) -> list[Row]:

@@ -98,12 +98,12 @@ class Curves:
             for point in points:
                 by_budget[point.budget].append(point)
             ladder = []
-            for known, same in sorted(by_budget.items()):
+            for budget, same in sorted(by_budget.items()):
                 alpha = _interpolate(
                     [(p.context_len, p.alpha) for p in same], setup.context, rising=False
                 )
                 if alpha is not None:
-                    ladder.append((known, alpha))
+                    ladder.append((budget, alpha))
             alpha = _interpolate(ladder, setup.cache.budget, rising=True)
             if alpha is not None:
                 return AlphaEstimate(alpha, _describe(points, setup), is_measured=True)
@@ -150,7 +150,7 @@ def published() -> tuple[Point, ...]:
         for path in PUBLISHED_ALPHAS
         for line in csv.DictReader(path.read_text().splitlines())
     ]
-    known = {point[:6] for point in stated}
+    configurations = {point[:6] for point in stated}
     implied = [
         Point(
             *configuration,
@@ -162,7 +162,7 @@ def published() -> tuple[Point, ...]:
         for configuration in [
             (row.target, row.draft, row.policy, row.kv_budget, row.context_len, row.task)
         ]
-        if configuration not in known
+        if configuration not in configurations
     ]
     return (*stated, *implied)
 
@@ -250,8 +250,8 @@ def _describe(points: Sequence[Point], setup: Setup) -> str:
     sources = sorted({point.source for point in points})
     more = f" and {len(sources) - 1} more" if len(sources) > 1 else ""
     asked, named = _labels(setup.models), " with ".join(name for name, _ in setup.models)
-    known = sorted({point.weights or named for point in points})
-    assumed = "" if known == [asked] else f", assuming that {asked} accepts as {known[0]} does"
+    models = sorted({point.weights or named for point in points})
+    assumed = "" if models == [asked] else f", assuming that {asked} accepts as {models[0]} does"
     return f"{sources[0]}{more}, on {points[0].task}{assumed}"
 
 

@@ -98,9 +98,9 @@ def calibrate(
     keys: list[tuple[str | None, str]] = [(None, key) for key in SHARED]
     given = SHARED | OWN | dict(priors or {})
     keys += [(name, key) for name in machines for key in given if key not in SHARED]
-    known = [given[key] for _, key in keys]
+    of_keys = [given[key] for _, key in keys]
     scales = np.array(
-        [prior.deviation if prior.mean is not None else prior.start or 1.0 for prior in known]
+        [prior.deviation if prior.mean is not None else prior.start or 1.0 for prior in of_keys]
     )
 
     def fitted(x: NDArray[np.float64]) -> dict[str, Hardware]:
@@ -117,15 +117,15 @@ def calibrate(
     def residuals(x: NDArray[np.float64]) -> NDArray[np.float64]:
         expected = [
             (value * s - p.mean) / p.deviation
-            for value, s, p in zip(x, scales, known, strict=True)
+            for value, s, p in zip(x, scales, of_keys, strict=True)
             if p.mean
         ]
         return np.array([error / NOISE for error in errors(x)] + expected)
 
     solution = _least_squares()(
         residuals,
-        np.array([prior.mean or prior.start or 0.0 for prior in known]) / scales,
-        bounds=([p.low for p in known] / scales, [p.high for p in known] / scales),
+        np.array([prior.mean or prior.start or 0.0 for prior in of_keys]) / scales,
+        bounds=([p.low for p in of_keys] / scales, [p.high for p in of_keys] / scales),
         loss="soft_l1",
         f_scale=OUTLIER,
     )
@@ -138,12 +138,12 @@ def _with(
     start: Hardware, keys: Sequence[tuple[str | None, str]], values: NDArray[np.float64]
 ) -> Hardware:
     """Return a machine with its share of the parameters."""
-    own = {
+    changes = {
         key: float(v)
         for (name, key), v in zip(keys, values, strict=True)
         if name in (None, start.name)
     }
-    return replace(start, efficiency=replace(start.efficiency, **own))
+    return replace(start, efficiency=replace(start.efficiency, **changes))
 
 
 def _measured(row: Row) -> dict[str, float]:

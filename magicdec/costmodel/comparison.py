@@ -88,7 +88,7 @@ def limit_metrics(setup: Setup, gamma: int, measured: Mapping[str, Any]) -> dict
         1e3 * ideal.batch * prefill_s(ideal, ideal.target, ideal.ranks, round(ideal.context))
     )
     times_ms["prefill"] = prompts_ms, measured.get("autoregressive/time_to_first_token_ms")
-    return {f"limit/{name}": least / own for name, (least, own) in times_ms.items() if own}
+    return {f"limit/{name}": least / time for name, (least, time) in times_ms.items() if time}
 
 
 def published(
@@ -103,15 +103,15 @@ def published(
     """
     machine = f"{setup.ranks}x{setup.hardware.device.name}".lower()
     wanted = (setup.target_name, setup.draft_label, setup.cache.policy, setup.context, setup.batch)
-    known = []
+    candidates = []
     for row in (*read_table(), *first_version()):
-        found = (row.target, row.draft, row.policy, row.context_len, row.batch_size)
-        is_same = found == wanted and row.kv_budget == setup.cache.budget
+        settings = (row.target, row.draft, row.policy, row.context_len, row.batch_size)
+        is_same = settings == wanted and row.kv_budget == setup.cache.budget
         if is_same and row.hardware.lower() == machine and row.task.startswith(task):
-            known.append(row)
-    if not known:
+            candidates.append(row)
+    if not candidates:
         return {}
-    row = min(known, key=lambda row: row.gamma != gamma)
+    row = min(candidates, key=lambda row: row.gamma != gamma)
     length = acceptance_length(row)
     return {
         "published/table": row.table,

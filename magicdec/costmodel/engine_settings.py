@@ -70,9 +70,9 @@ class EngineForm:
         have.
         """
         if setup.draft.name not in self.methods:
-            known = " or ".join(f"draft={name}" for name in self.methods)
+            drafts = " or ".join(f"draft={name}" for name in self.methods)
             raise UserError(
-                f"draft={setup.draft.name}: {self.label} cannot be set to it; choose {known}"
+                f"draft={setup.draft.name}: {self.label} cannot be set to it; choose {drafts}"
             )
         return self.methods[setup.draft.name]
 
@@ -82,8 +82,8 @@ def _vllm(schedule: Schedule, setup: Setup, method: str) -> Settings:
     if schedule.max_gamma == 0:
         return Settings(None, command, NEVER)
     entries = [
-        [*one.batch, *(one.context if schedule.by_context else ()), one.gamma]
-        for one in schedule.entries
+        [*entry.batch, *(entry.context if schedule.by_context else ()), entry.gamma]
+        for entry in schedule.entries
     ]
     config: dict[str, Any] = {"method": method} | _model("model", setup)
     config["num_speculative_tokens"] = schedule.max_gamma

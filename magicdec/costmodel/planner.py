@@ -86,13 +86,13 @@ def search(
     of the smallest batch exceeds the memory or the bound.
     """
     drafts, caches = tuple(drafts) or (setup.draft,), tuple(caches) or (setup.cache,)
-    found: list[Candidate] = []
+    candidates: list[Candidate] = []
     unknown: list[Prediction] = []
     too_large = 0
     for batch in batches or (setup.batch,):
         alone = setup.at(batch=batch, draft=DRAFTS["ngram"].facts())  # needs no memory of its own
         if predict(alone, (1,), generate_len=generate_len).fits:
-            found.append(Candidate(alone, None, alone.target_time.total))
+            candidates.append(Candidate(alone, None, alone.target_time.total))
         here = setup.at(batch=batch)
         for tried in [here] if alpha is not None else _setups(here, drafts, caches, curves):
             prediction = predict(tried, gammas, alpha, curves, generate_len)
@@ -101,13 +101,17 @@ def search(
             elif prediction.estimate is None:
                 unknown.append(prediction)
             else:
-                found.append(Candidate(tried, prediction, prediction.best.time_per_token_s))
-    fast = [one for one in found if latency_ms is None or 1e3 * one.time_per_token_s <= latency_ms]
+                candidates.append(Candidate(tried, prediction, prediction.best.time_per_token_s))
+    fast = [
+        candidate
+        for candidate in candidates
+        if latency_ms is None or 1e3 * candidate.time_per_token_s <= latency_ms
+    ]
     if not fast:
-        raise UserError(_nothing(setup, batches, found, latency_ms))
-    ranked = sorted(fast, key=lambda one: one.tokens_per_second, reverse=True)
+        raise UserError(_nothing(setup, batches, candidates, latency_ms))
+    ranked = sorted(fast, key=lambda candidate: candidate.tokens_per_second, reverse=True)
     unknown.sort(key=lambda p: 2.0 if p.best.break_even_alpha is None else p.best.break_even_alpha)
-    return Ranking(tuple(ranked), tuple(unknown), len(found) - len(fast), too_large)
+    return Ranking(tuple(ranked), tuple(unknown), len(candidates) - len(fast), too_large)
 
 
 def _setups(
@@ -117,30 +121,30 @@ def _setups(
         for cache in caches if draft.is_model else (POLICIES["full"].facts(),):
             if cache.needs_target and not draft.shares_target:
                 continue
-            found = setup.at(draft=draft, cache=cache)
-            known = curves.budgets(found)
+            candidate = setup.at(draft=draft, cache=cache)
+            budgets = curves.budgets(candidate)
             others = [
-                budget for budget in BUDGETS if not any(is_same(budget, other) for other in known)
+                budget for budget in BUDGETS if not any(is_same(budget, other) for other in budgets)
             ]
-            for budget in (setup.context,) if not cache.has_budget else sorted(known + others):
+            for budget in (setup.context,) if not cache.has_budget else sorted(budgets + others):
                 if budget <= setup.context:
-                    yield found.at(budget=budget)
+                    yield candidate.at(budget=budget)
 
 
 def _nothing(
     setup: Setup,
     batches: Sequence[int] | None,
-    found: Sequence[Candidate],
+    candidates: Sequence[Candidate],
     latency_ms: float | None,
 ) -> str:
     smallest = min(batches or (setup.batch,))
-    if not found:
+    if not candidates:
         return (
             f"batch.size={smallest} at batch.context_len={setup.context} does not fit into the"
             f" memory of hardware={setup.hardware.name}; take a smaller batch, a shorter context or"
             " more GPUs"
         )
-    fastest = min(1e3 * one.time_per_token_s for one in found)
+    fastest = min(1e3 * candidate.time_per_token_s for candidate in candidates)
     return f"scenario.latency_ms={latency_ms}: the fastest plan takes {fastest:.1f} ms per token"
 
 
@@ -152,11 +156,11 @@ def experiment_yaml(best: Candidate, command: str) -> str:
     is_own = is_own_path(setup.target_name, setup.target_path)
     values: dict[str, dict[str, Any]] = {} if is_own else {"target": {"path": setup.target_path}}
     speed = f"{best.tokens_per_second:,.0f} tokens/s"
-    found = f"{speed}; no known draft is faster."
+    summary = f"{speed}; no known draft is faster."
     if best.prediction and best.prediction.estimate:
         alpha, source, _ = best.prediction.estimate
         faster = both_speedups(best.speedup, best.speedup_wall)
-        found = f"{faster} over autoregressive, {speed}; alpha {alpha:.2f} ({source})."
+        summary = f"{faster} over autoregressive, {speed}; alpha {alpha:.2f} ({source})."
         options |= {"target@draft.model": draft.model.name} if draft.model else {}
         values["draft"] = {"gamma": best.gamma}
         values["draft"] |= (
@@ -171,7 +175,7 @@ def experiment_yaml(best: Candidate, command: str) -> str:
     defaults = [{f"override /{group}": name} for group, name in options.items()]
     content = yaml.safe_dump({"defaults": defaults} | values, sort_keys=False)
     command = command.replace("\n", "\n# ")  # a word of it may have several lines
-    return f"# @package _global_\n# Predicted: {found}\n{FOUND_BY} {command}\n{content}"
+    return f"# @package _global_\n# Predicted: {summary}\n{FOUND_BY} {command}\n{content}"
 
 
 @dataclass(frozen=True)

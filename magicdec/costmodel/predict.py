@@ -187,11 +187,11 @@ def predict(
     estimate = AlphaEstimate(alpha, "given") if alpha is not None else None
     if estimate is None and curves is not None:
         estimate = curves.estimate(setup, generate_len)
-    known = estimate.alpha if estimate else None
+    given = estimate.alpha if estimate else None
     budgets = curves.answers(setup, generate_len) if curves is not None and estimate is None else ()
-    if known is not None:
-        omega(1, known)  # raises UserError unless it is a probability
-    by_gamma = tuple(AtGamma(round_times(setup, gamma), known) for gamma in gammas)
+    if given is not None:
+        omega(1, given)  # raises UserError unless it is a probability
+    by_gamma = tuple(AtGamma(round_times(setup, gamma), given) for gamma in gammas)
     return Prediction(setup, estimate, by_gamma, generate_len, batches, budgets)
 
 
@@ -239,13 +239,13 @@ def verdict(prediction: Prediction) -> str:
                 f" {_remedy(prediction)}"
             )
     else:
-        known = prediction.estimate
-        assert known is not None
-        basis = "measured acceptance, predicted times; " if known.is_measured else ""
+        estimate = prediction.estimate
+        assert estimate is not None
+        basis = "measured acceptance, predicted times; " if estimate.is_measured else ""
         text = (
             f"this configuration is predicted to run at {prediction.speedups}, with gamma"
-            f" {best.gamma}: {where}, {_reason(best)}; {limit} ({basis}alpha {known.alpha:.2f}:"
-            f" {known.source})"
+            f" {best.gamma}: {where}, {_reason(best)}; {limit} ({basis}alpha {estimate.alpha:.2f}:"
+            f" {estimate.source})"
         )
     needed, device = prediction.memory.total / GIB, prediction.setup.hardware.device
     unfit = (
@@ -262,12 +262,12 @@ def pays_from(at: AtGamma) -> str:
 def _remedy(prediction: Prediction) -> str:
     """Return what would give a verdict."""
     budgets = ", ".join(map(str, prediction.known_budgets))
-    known = (
+    advice = (
         f"Choose a budget with a known acceptance (cache.budget={budgets})"
         if budgets
         else "Measure it with a run"
     )
-    return f"{known}, or give one, such as scenario.alpha={ASSUMED}"
+    return f"{advice}, or give one, such as scenario.alpha={ASSUMED}"
 
 
 def _critical_context(prediction: Prediction) -> str:

@@ -117,7 +117,7 @@ def predicted_cells(
                     f" {where}; give one"
                 )
             if prediction.fits:
-                speedups = {one.gamma: one.speedup or 0.0 for one in prediction.by_gamma}
+                speedups = {at.gamma: at.speedup or 0.0 for at in prediction.by_gamma}
                 yield Cell(batch, context, {0: 1.0} | speedups)
             elif batch == 1:
                 raise UserError(
@@ -129,10 +129,10 @@ def batches_up_to(largest: int) -> list[int]:
     """Return the batches to predict: each of the small ones, then in steps of a tenth. The largest
     is one of them.
     """
-    found = list(range(1, min(largest, ALL_UP_TO) + 1))
-    while found[-1] < largest:
-        found.append(min(int(found[-1] * STEP), largest))
-    return found
+    batches = list(range(1, min(largest, ALL_UP_TO) + 1))
+    while batches[-1] < largest:
+        batches.append(min(int(batches[-1] * STEP), largest))
+    return batches
 
 
 class _Batch(NamedTuple):
@@ -218,13 +218,13 @@ def _share_gamma(batches: Sequence[_Batch]) -> bool:
 
 def _ranges(items: Sequence[T], is_one: Callable[[Sequence[T]], bool]) -> list[list[T]]:
     """Split items into the fewest runs that are one range each; a single item always is."""
-    found: list[list[T]] = []
+    ranges: list[list[T]] = []
     for item in items:
-        if found and is_one([*found[-1], item]):
-            found[-1].append(item)
+        if ranges and is_one([*ranges[-1], item]):
+            ranges[-1].append(item)
         else:
-            found.append([item])
-    return found
+            ranges.append([item])
+    return ranges
 
 
 def _joined(entries: Iterable[Entry]) -> Iterator[Entry]:

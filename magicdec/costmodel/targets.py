@@ -27,13 +27,13 @@ def options() -> list[dict[str, Any]]:
     """Return what every option holds. Warn about those that cannot be read: nobody has chosen
     them.
     """
-    found = []
+    values = []
     for name in _names():
         try:
-            found.append(option(name))
+            values.append(option(name))
         except UserError as error:
             to_stderr(f"warning: {error}; left out")
-    return found
+    return values
 
 
 def _names() -> list[str]:
@@ -61,12 +61,12 @@ def architecture(name: str) -> ModelConfig:
 
 def is_own_path(name: str, path: str | None) -> bool:
     """Return whether a model's path is that of the option of its name, or null."""
-    own = option(name).get("path")
-    if path is None or own is None:
+    option_path = option(name).get("path")
+    if path is None or option_path is None:
         return path is None
-    return path == own or Path(path).resolve() in (
-        Path(own).resolve(),
-        (PACKAGE_ROOT / own).resolve(),
+    return path == option_path or Path(path).resolve() in (
+        Path(option_path).resolve(),
+        (PACKAGE_ROOT / option_path).resolve(),
     )
 
 

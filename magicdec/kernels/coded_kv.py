@@ -120,7 +120,7 @@ def attend_coded(  # noqa: PLR0915
     r = tile * TILE + tl.arange(0, TILE)
     d, group = tl.arange(0, HALF), tl.arange(0, GROUPS)
     seqlen, coded = tl.load(seqlens + b), tl.load(first_exact + b)
-    own = seqlen - T + r % T
+    query = seqlen - T + r % T
 
     at_q = (
         q
@@ -144,7 +144,7 @@ def attend_coded(  # noqa: PLR0915
     k_scales += wide * (num_tiles * 16 // G) * D
     v_scales += wide * num_tiles * (D // F) * 16
 
-    last = tl.max(own, 0) + 1
+    last = tl.max(query, 0) + 1
     length = tl.cdiv(tl.cdiv(last, num_splits), BLOCK) * BLOCK
     start = split * length
     end = tl.minimum(start + length, last)
@@ -175,7 +175,7 @@ def attend_coded(  # noqa: PLR0915
         v2 = decode_values(v2, at_scale + GROUPS * 16, BLOCK, GROUPS, F)
         scores = tl.dot(coded_q1, k1, input_precision="ieee")
         scores = tl.dot(coded_q2, k2, scores, input_precision="ieee") * scale
-        scores = tl.where(slot[None, :] <= own[:, None], scores, float("-inf"))
+        scores = tl.where(slot[None, :] <= query[:, None], scores, float("-inf"))
         most, total, sums1, sums2 = fold_halves(most, total, sums1, sums2, scores, v1, v2)
 
     for at in range(tl.maximum(start, coded), end, BLOCK):
@@ -200,7 +200,7 @@ def attend_coded(  # noqa: PLR0915
             )
         scores = tl.dot(q1, tl.trans(k1), input_precision="ieee")
         scores = tl.dot(q2, tl.trans(k2), scores, input_precision="ieee") * scale
-        seen = valid[None, :] & (slot[None, :] <= own[:, None])
+        seen = valid[None, :] & (slot[None, :] <= query[:, None])
         scores = tl.where(seen, scores, float("-inf"))
         most, total, sums1, sums2 = fold_halves(most, total, sums1, sums2, scores, v1, v2)
 

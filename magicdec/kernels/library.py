@@ -109,11 +109,11 @@ def path() -> Path:
     identity = (files, FLAGS, torch.__version__, platform.machine(), _processor())
     digest = hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
     name = f"kernels-{digest}.so"
-    own = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser(), "magicdec")
-    if (own / name).exists() or _is_writable(own):
-        return own / name
+    cached = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser(), "magicdec")
+    if (cached / name).exists() or _is_writable(cached):
+        return cached / name
     temporary = Path(tempfile.gettempdir(), f"magicdec-{os.getuid()}")
-    return (temporary if _is_private(temporary) else own) / name
+    return (temporary if _is_private(temporary) else cached) / name
 
 
 def _is_writable(folder: Path) -> bool:

@@ -103,7 +103,7 @@ def attend_split(  # noqa: C901, PLR0912, PLR0915
     r = tile * TILE + tl.arange(0, TILE)
     d = tl.arange(0, PADDED_D)
     seqlen = tl.load(seqlens + b)
-    own = seqlen - T + r % T
+    query = seqlen - T + r % T
 
     at_q = (
         q
@@ -119,9 +119,9 @@ def attend_split(  # noqa: C901, PLR0912, PLR0915
     v += b * v_row + kv * v_head
 
     # A tile divides what its tokens can see, in whole blocks.
-    first, last = tl.zeros((), tl.int32), tl.max(own, 0) + 1
+    first, last = tl.zeros((), tl.int32), tl.max(query, 0) + 1
     if reach is not None and positions is None:
-        first = tl.maximum(tl.min(own, 0) + 1 - reach, 0)
+        first = tl.maximum(tl.min(query, 0) + 1 - reach, 0)
     if SELECTED:
         indices += head.to(tl.int64) * num_indices
         first, last = first * 0, num_indices
@@ -142,8 +142,10 @@ def attend_split(  # noqa: C901, PLR0912, PLR0915
     begin, until = start, start  # of the blocks that all query rows see
     if UNMASKED:
         if reach is not None:
-            begin += tl.cdiv(tl.maximum(tl.max(own, 0) + 1 - reach - start, 0), BLOCK) * BLOCK
-        until = begin + tl.maximum(tl.minimum(end, tl.min(own, 0) + 1) - begin, 0) // BLOCK * BLOCK
+            begin += tl.cdiv(tl.maximum(tl.max(query, 0) + 1 - reach - start, 0), BLOCK) * BLOCK
+        until = (
+            begin + tl.maximum(tl.minimum(end, tl.min(query, 0) + 1) - begin, 0) // BLOCK * BLOCK
+        )
     for masked in tl.static_range(0 if UNMASKED else 1, 2):
         # The blocks on both sides of those are left for the second loop.
         for at in range(
@@ -171,14 +173,14 @@ def attend_split(  # noqa: C901, PLR0912, PLR0915
             if CAPPED:
                 scores = capped(scores, softcap)
             if masked:
-                seen = valid[None, :] & (slot[None, :] <= own[:, None])
+                seen = valid[None, :] & (slot[None, :] <= query[:, None])
                 if reach is not None:
                     position = slot
                     if positions is not None:
                         position = tl.load(
                             positions + head.to(tl.int64) * S + slot, mask=valid, other=0
                         )
-                    seen &= position[None, :] > own[:, None] - reach
+                    seen &= position[None, :] > query[:, None] - reach
                 if SCORED:
                     at_raw = (
                         raw + head.to(tl.int64) * (J * T) * S + (r[:, None] * S + slot[None, :])
@@ -259,10 +261,10 @@ def sum_scores(
         position = tl.load(positions + head * S + slot, mask=slot < S, other=0)
     sums = tl.zeros([BLOCK], tl.float32)
     for r in range(J * T):
-        own = seqlen - T + r % T
-        seen = (slot < S) & (slot <= own)
+        query = seqlen - T + r % T
+        seen = (slot < S) & (slot <= query)
         if reach is not None:
-            seen &= position > own - reach
+            seen &= position > query - reach
         lses = tl.load(
             lse + (head * num_splits + split) * (J * T) + r,
             mask=split < num_splits,

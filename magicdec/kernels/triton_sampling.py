@@ -59,13 +59,13 @@ def truncated(
 
     temperature_N = per_row(temperature, torch.float32)
     settings = temperature_N, per_row(top_k, torch.int64), per_row(top_p, torch.float32)
-    found = empty(N, parts), empty(N, parts), empty(N, parts, dtype=torch.int32)
+    partial = empty(N, parts), empty(N, parts), empty(N, parts, dtype=torch.int32)
     cut = empty(N, 4), empty(N, dtype=torch.int32)
     # The same weight in every kernel.
     in_parts = {"num_warps": max(1, BLOCK // 256), "enable_fp_fusion": False}
-    collect[(N, parts)](rows_NV, *settings, out_NV, *found, V, length, BLOCK=BLOCK, **in_parts)
+    collect[(N, parts)](rows_NV, *settings, out_NV, *partial, V, length, BLOCK=BLOCK, **in_parts)
     find_cut[(N,)](
-        rows_NV, *settings, out_NV, *found, *cut, V, length,
+        rows_NV, *settings, out_NV, *partial, *cut, V, length,
         PARTS=parts, WIDTH=TILE // parts, BITS=SIGNIFICANT.get(logits.dtype, 32),
         num_warps=max(1, TILE // 256), enable_fp_fusion=False,
     )  # fmt: skip

@@ -71,15 +71,15 @@ class Counts:
         A position counts over all rounds. There is no alpha if some rounds proposed fewer than
         gamma tokens, as prompt lookup does near the end of a match.
         """
-        found: Metrics = {"acceptance_rounds": self.rounds}
+        figures: Metrics = {"acceptance_rounds": self.rounds}
         if (length := self.acceptance_length) is None:
-            return found
-        found["acceptance_length"] = length
+            return figures
+        figures["acceptance_length"] = length
         if self.proposed:
-            found["acceptance_rate"] = self.num_accepted / self.proposed
+            figures["acceptance_rate"] = self.num_accepted / self.proposed
         if self.proposed and self.proposed == gamma * self.rounds:
-            found["alpha"] = alpha_from_acceptance_length(length, gamma)
-        return found | {
+            figures["alpha"] = alpha_from_acceptance_length(length, gamma)
+        return figures | {
             f"acceptance_rate/position_{i}": n / self.rounds for i, n in enumerate(self.accepted)
         }
 

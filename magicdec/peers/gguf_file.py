@@ -37,10 +37,12 @@ def write(folder: Path, path: Path, dtype: str) -> None:
                     weight,
                     config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"],
                 )
-            own = kind if weight.ndim > 1 else gguf.GGMLQuantizationType.F32
+            stored_kind = kind if weight.ndim > 1 else gguf.GGMLQuantizationType.F32
             gguf_name = names.get_name(name, [".weight"])
             assert gguf_name, f"{name} is no weight of a Llama"
-            writer.add_tensor(gguf_name, gguf.quants.quantize(weight, own), raw_dtype=own)
+            writer.add_tensor(
+                gguf_name, gguf.quants.quantize(weight, stored_kind), raw_dtype=stored_kind
+            )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

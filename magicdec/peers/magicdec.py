@@ -57,22 +57,25 @@ class MagicdecServer(StartedServer):
     def overrides(self, speculative: bool) -> list[str]:
         """Return the overrides of the server's command line."""
         spec = self.spec
-        found = ["target=custom", typed("target.path", spec.target), "sampling=greedy"]
-        found += [typed(f"hardware.{key}", getattr(spec.hardware, key)) for key in HARDWARE]
+        chosen = ["target=custom", typed("target.path", spec.target), "sampling=greedy"]
+        chosen += [typed(f"hardware.{key}", getattr(spec.hardware, key)) for key in HARDWARE]
         # The server divides its room into a prompt and a continuation, which have at least 2
         # tokens.
-        found += [f"batch.size={spec.num_rows}", f"batch.context_len={spec.max_len - 2}"]
-        found += ["batch.generate_len=2"]
+        chosen += [f"batch.size={spec.num_rows}", f"batch.context_len={spec.max_len - 2}"]
+        chosen += ["batch.generate_len=2"]
         if not speculative:
-            return [*found, "draft=none"]
-        found.append(f"draft={spec.draft.name}")
+            return [*chosen, "draft=none"]
+        chosen.append(f"draft={spec.draft.name}")
         if spec.draft_folder is not None:
-            found += ["target@draft.model=custom", typed("draft.model.path", spec.draft_folder)]
-        found += _leaves("draft", spec.draft.name, asdict(spec.draft))
+            chosen += [
+                "target@draft.model=custom",
+                typed("draft.model.path", spec.draft_folder),
+            ]
+        chosen += _leaves("draft", spec.draft.name, asdict(spec.draft))
         if spec.draft.is_model:
-            found.append(f"cache={spec.cache.policy}")
-            found += _leaves("cache", spec.cache.policy, asdict(spec.cache))
-        return found
+            chosen.append(f"cache={spec.cache.policy}")
+            chosen += _leaves("cache", spec.cache.policy, asdict(spec.cache))
+        return chosen
 
     @override
     def environment(self) -> dict[str, str]:

@@ -50,12 +50,12 @@ class OpenvinoPeer(WorkerPeer):
     def sampling(self) -> dict[str, Any]:
         """Return fields of OpenVINO's GenerationConfig."""
         sampling, ends = self.spec.sampling, self.spec.eos_token_ids
-        found: dict[str, Any] = {
+        settings: dict[str, Any] = {
             "do_sample": not sampling.greedy,
             "ignore_eos": not ends,
             "stop_token_ids": ends,
         }
         if not sampling.greedy:
-            found |= {"temperature": sampling.temperature, "top_p": sampling.top_p or 1.0}
-            found |= {"top_k": sampling.top_k} if sampling.top_k else {}
-        return found
+            settings |= {"temperature": sampling.temperature, "top_p": sampling.top_p or 1.0}
+            settings |= {"top_k": sampling.top_k} if sampling.top_k else {}
+        return settings

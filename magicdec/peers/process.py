@@ -63,8 +63,8 @@ class Decoded:
 
     def __post_init__(self) -> None:
         for name in ("first", "decode"):
-            if (found := len(getattr(self, name))) != len(self.tokens):
-                raise UserError(f"{name} has {found} values for {len(self.tokens)} rows")
+            if (count := len(getattr(self, name))) != len(self.tokens):
+                raise UserError(f"{name} has {count} values for {len(self.tokens)} rows")
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -77,9 +77,9 @@ class StartedServer(Servable):
 
 def free_port() -> int:
     """Return a port of this machine that nobody listens on."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return listening.getsockname()[1]
 
 
 def as_arguments(options: Mapping[str, Any]) -> list[str]:

@@ -70,8 +70,8 @@ async def steady(
             RequestSpec(list(prompt), Params(max_tokens, params.sampling)) for prompt in prompts
         ]
         level, before = Load("concurrency", len(jobs)), await endpoint.counters()
-        found, _ = await under_load(endpoint, jobs, level, 0)
-        requests = cast(list[EndpointRequest], found)
+        answers, _ = await under_load(endpoint, jobs, level, 0)
+        requests = cast(list[EndpointRequest], answers)
         for request in requests:
             if request.error is not None:
                 raise endpoint.failure(request.error)

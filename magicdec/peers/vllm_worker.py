@@ -33,7 +33,7 @@ class VllmWorker:
         requests = self._run(prompts, generate_len, seed, sampling)
         counts = {name: now - before.get(name, 0) for name, now in self._counts().items()}
         positions = sorted(name for name in counts if isinstance(name, int))
-        found = {
+        answer = {
             "tokens": [list(request.outputs[0].token_ids) for request in requests],
             "first": first,
             "decode": [
@@ -45,8 +45,8 @@ class VllmWorker:
             "accepted": [counts[position] for position in positions],
         }
         if torch.cuda.is_available():
-            found["peak_bytes"] = torch.cuda.max_memory_allocated()
-        return found
+            answer["peak_bytes"] = torch.cuda.max_memory_allocated()
+        return answer
 
     def _run(self, prompts: list, max_tokens: int, seed: int, sampling: dict) -> list:
         each = [

@@ -39,10 +39,10 @@ def serve(requests: queue.Queue, answer) -> None:
     worker = make(**requests.get())
     answer({"version": worker.version})
     while True:
-        found = worker.generate(**requests.get())
+        generated = worker.generate(**requests.get())
         # Mapped files do not count.
         peak_bytes = status_bytes("VmHWM") - status_bytes("RssFile") - before
-        answer({"peak_bytes": peak_bytes, "unplaced": 0} | found)
+        answer({"peak_bytes": peak_bytes, "unplaced": 0} | generated)
 
 
 def main() -> None:

@@ -108,12 +108,12 @@ class Bursts:
     progress: Progress
     tokenizer: object | None
     served: str = ""
-    found: dict[MeasuredPoint, Burst] = field(default_factory=dict)
+    by_point: dict[MeasuredPoint, Burst] = field(default_factory=dict)
 
     @property
     def history(self) -> list[dict[str, Any]]:
         """Return a line for each point of the grid."""
-        return [*lines(self.found)]
+        return [*lines(self.by_point)]
 
     async def measure_all(self) -> None:
         """Measure all servers, one after another."""
@@ -133,7 +133,7 @@ class Bursts:
                     Endpoint(address, self.tokenizer) as endpoint,
                 ):
                     await self._measure(endpoint, server, engine, task.advance)
-        if not self.found:
+        if not self.by_point:
             raise UserError(
                 f"batch.generate_len={config.batch.generate_len}: no requests decode {MIN_ROUNDS}"
                 " rounds together; ask for longer answers"
@@ -162,7 +162,7 @@ class Bursts:
                 )
             else:
                 gamma = _gamma(server, burst, engine.has_any_gamma) if way != AUTOREGRESSIVE else 0
-                self.found[MeasuredPoint(way, gamma, batch, context)] = burst
+                self.by_point[MeasuredPoint(way, gamma, batch, context)] = burst
                 self.run.write_lines("history", self.history)
             advance(1)
 
@@ -170,7 +170,7 @@ class Bursts:
         """Return the acceptance to give a free draft: that of the draft it is compared with."""
         lengths = [
             burst.length
-            for point, burst in self.found.items()
+            for point, burst in self.by_point.items()
             if point.way == SPECULATIVE and point.gamma == gamma
         ]
         if not lengths:
@@ -197,21 +197,21 @@ def _gamma(server: Started, burst: Burst, is_chosen: bool) -> int:
     return server.gamma if is_chosen or not burst.gamma else round(burst.gamma)
 
 
-def lines(found: Mapping[MeasuredPoint, Burst]) -> Iterator[dict[str, Any]]:
+def lines(bursts: Mapping[MeasuredPoint, Burst]) -> Iterator[dict[str, Any]]:
     """Yield a line for each point of the grid that was measured, times in milliseconds as in
     scenario=profile of our own engine.
     """
-    cells = sorted({(point.batch, point.context) for point in found})
+    cells = sorted({(point.batch, point.context) for point in bursts})
     for batch, context in cells:
         line: dict[str, Any] = {"batch_size": batch, "context_len": context}
-        if plain := found.get(MeasuredPoint(AUTOREGRESSIVE, 0, batch, context)):
+        if plain := bursts.get(MeasuredPoint(AUTOREGRESSIVE, 0, batch, context)):
             line |= _timed("target_decode", plain) | {"decoded": plain.decoded}
-        gammas = sorted({p.gamma for p in found if p[2:] == (batch, context) and p.gamma})
+        gammas = sorted({p.gamma for p in bursts if p[2:] == (batch, context) and p.gamma})
         if not gammas:
             yield line
         for gamma in gammas:
-            free = found.get(MeasuredPoint(FREE, gamma, batch, context))
-            draft = found.get(MeasuredPoint(SPECULATIVE, gamma, batch, context))
+            free = bursts.get(MeasuredPoint(FREE, gamma, batch, context))
+            draft = bursts.get(MeasuredPoint(SPECULATIVE, gamma, batch, context))
             yield line | {"gamma": gamma} | _speculation(gamma, free, draft)
 
 

@@ -81,44 +81,46 @@ class Export:
 
 def levels(content: Mapping[str, Any], where: str) -> list[LoadResult]:
     """Return the level of a file."""
-    one = parse(Export, content, where=where)
-    if one.request_count.avg < 1:
+    export = parse(Export, content, where=where)
+    if export.request_count.avg < 1:
         raise UserError(
-            f"{where}: request_count={one.request_count.avg:g}: no request was answered"
+            f"{where}: request_count={export.request_count.avg:g}: no request was answered"
         )
     metrics = {
-        "tokens_per_second": one.output_token_throughput.avg,
-        "requests_per_second": one.request_throughput.avg,
+        "tokens_per_second": export.output_token_throughput.avg,
+        "requests_per_second": export.request_throughput.avg,
     }
-    metrics |= {"wall_s": one.benchmark_duration.avg} if one.benchmark_duration else {}
+    metrics |= {"wall_s": export.benchmark_duration.avg} if export.benchmark_duration else {}
     latencies = {
-        "time_to_first_token_ms": one.time_to_first_token,
-        "time_per_output_token_ms": one.inter_token_latency,
-        "inter_chunk_latency_ms": one.inter_chunk_latency,
-        "request_latency_ms": one.request_latency,
+        "time_to_first_token_ms": export.time_to_first_token,
+        "time_per_output_token_ms": export.inter_token_latency,
+        "inter_chunk_latency_ms": export.inter_chunk_latency,
+        "request_latency_ms": export.request_latency,
     }
-    for name, found in latencies.items():
-        metrics |= found.latency(name) if found else {}
-    phase = one.phase
-    lengths = (one.input_sequence_length.avg, one.output_sequence_length.avg)
+    for name, summary in latencies.items():
+        metrics |= summary.latency(name) if summary else {}
+    phase = export.phase
+    lengths = (export.input_sequence_length.avg, export.output_sequence_length.avg)
     return [
-        LoadResult(one.model, *lengths, phase.concurrency, phase.rate, metrics, _speculation(one))
+        LoadResult(
+            export.model, *lengths, phase.concurrency, phase.rate, metrics, _speculation(export)
+        )
     ]
 
 
-def _speculation(one: Export) -> dict[str, float]:
+def _speculation(export: Export) -> dict[str, float]:
     """Return the acceptance: by the rounds, or else by the usage of the answers, which counts no
     rounds.
     """
-    rounds = one.pooled_spec_decode_acceptance_histogram or {}
+    rounds = export.pooled_spec_decode_acceptance_histogram or {}
     if number := sum(rounds.values()):
         return {
             "acceptance_length": 1
             + sum(accepted * times for accepted, times in rounds.items()) / number
         }
     totals = (
-        one.total_usage_accepted_prediction_tokens,
-        one.total_usage_rejected_prediction_tokens,
+        export.total_usage_accepted_prediction_tokens,
+        export.total_usage_rejected_prediction_tokens,
     )
     accepted, rejected = [total.avg if total else 0.0 for total in totals]
     return {"acceptance_rate": accepted / (accepted + rejected)} if accepted + rejected else {}

@@ -45,7 +45,7 @@ def latency(
     name: str, mean: float | None, percentiles: Mapping[int, float | None], scale: float = 1.0
 ) -> dict:
     """Return a latency in milliseconds as metrics: its mean and the percentiles that are known."""
-    found = {name: mean} | {
+    figures = {name: mean} | {
         f"{name}_p{percent}": percentiles.get(percent) for percent in PERCENTILES
     }
-    return {key: scale * value for key, value in found.items() if value is not None}
+    return {key: scale * value for key, value in figures.items() if value is not None}

@@ -32,8 +32,8 @@ class Summary:
 
     def latency(self, name: str, scale: float = 1.0) -> dict[str, float]:
         """Return the metrics of a latency; `scale` makes milliseconds of it."""
-        known = {percent: self.percentiles.get(f"p{percent}") for percent in (50, 90, 99)}
-        return latency(name, self.mean, known, scale)
+        percentiles = {percent: self.percentiles.get(f"p{percent}") for percent in (50, 90, 99)}
+        return latency(name, self.mean, percentiles, scale)
 
 
 @dataclass(frozen=True, config=JSON)
@@ -90,10 +90,14 @@ class Report:
 
 def levels(content: Mapping[str, Any], where: str) -> list[LoadResult]:
     """Return the levels of a report."""
-    found = [one.level for one in parse(Report, content, where=where).benchmarks if one.answered]
-    if not found:
+    answered = [
+        benchmark.level
+        for benchmark in parse(Report, content, where=where).benchmarks
+        if benchmark.answered
+    ]
+    if not answered:
         raise UserError(f"{where}: no request was answered")
-    return found
+    return answered
 
 
 FORMAT = Format("GuideLLM", "GuideLLM's benchmarks.json", {"benchmarks", "metadata"}, levels)

@@ -16,14 +16,14 @@ def read_results(path: Path) -> tuple[str, list[LoadResult]]:
     of them.
     """
     tool = ""
-    found: list[LoadResult] = []
+    results: list[LoadResult] = []
     for content in _objects(path):
-        kind = next((one for one in FORMATS if one.keys <= content.keys()), None)
+        kind = next((candidate for candidate in FORMATS if candidate.keys <= content.keys()), None)
         if kind is None:
             raise _unknown(path)
         tool = kind.tool
-        found += kind.levels(content, str(path))
-    return tool, found
+        results += kind.levels(content, str(path))
+    return tool, results
 
 
 def _objects(path: Path) -> list[dict[str, Any]]:
@@ -36,14 +36,14 @@ def _objects(path: Path) -> list[dict[str, Any]]:
         raise _unknown(path) from None
     for parts in ([text], text.splitlines()):
         try:
-            found = [json.loads(part) for part in parts if part.strip()]
+            contents = [json.loads(part) for part in parts if part.strip()]
         except ValueError:
             continue
-        if found and all(isinstance(one, dict) for one in found):
-            return found
+        if contents and all(isinstance(content, dict) for content in contents):
+            return contents
     raise _unknown(path)
 
 
 def _unknown(path: Path) -> UserError:
-    known = ", ".join(one.files for one in FORMATS)
-    return UserError(f"{path}: not a result file that is read here: result.json of a run, {known}")
+    names = ", ".join(kind.files for kind in FORMATS)
+    return UserError(f"{path}: not a result file that is read here: result.json of a run, {names}")

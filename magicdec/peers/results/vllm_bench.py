@@ -40,30 +40,33 @@ class BenchResult:
 
 def levels(content: Mapping[str, Any], where: str) -> list[LoadResult]:
     """Return the level of a result."""
-    one = parse(BenchResult, content, where=where)
-    if one.completed < 1:
-        raise UserError(f"{where}: completed={one.completed}: no request was answered")
+    bench = parse(BenchResult, content, where=where)
+    if bench.completed < 1:
+        raise UserError(f"{where}: completed={bench.completed}: no request was answered")
     metrics = {
-        "tokens_per_second": one.output_throughput,
-        "requests_per_second": one.request_throughput,
-        "wall_s": one.duration,
+        "tokens_per_second": bench.output_throughput,
+        "requests_per_second": bench.request_throughput,
+        "wall_s": bench.duration,
     }
     times = {
         key: value for key, value in content.items() if key.endswith("_ms") and value is not None
     }
-    known = parse_values(FiniteFloat, times, where)
+    statistics = parse_values(FiniteFloat, times, where)
     for short, name in LATENCIES.items():
         names = {50: f"median_{short}_ms", 90: f"p90_{short}_ms", 99: f"p99_{short}_ms"}
-        percentiles = {percent: known.get(key) for percent, key in names.items()}
-        metrics |= latency(name, known.get(f"mean_{short}_ms"), percentiles)
+        percentiles = {percent: statistics.get(key) for percent, key in names.items()}
+        metrics |= latency(name, statistics.get(f"mean_{short}_ms"), percentiles)
     speculation = {}
-    if one.spec_decode_acceptance_length is not None:
-        speculation["acceptance_length"] = one.spec_decode_acceptance_length
-    if one.spec_decode_acceptance_rate is not None:
-        speculation["acceptance_rate"] = one.spec_decode_acceptance_rate / 100
-    lengths = (one.total_input_tokens / one.completed, one.total_output_tokens / one.completed)
-    rate = None if one.request_rate == "inf" else one.request_rate
-    return [LoadResult(one.model_id, *lengths, one.max_concurrency, rate, metrics, speculation)]
+    if bench.spec_decode_acceptance_length is not None:
+        speculation["acceptance_length"] = bench.spec_decode_acceptance_length
+    if bench.spec_decode_acceptance_rate is not None:
+        speculation["acceptance_rate"] = bench.spec_decode_acceptance_rate / 100
+    lengths = (
+        bench.total_input_tokens / bench.completed,
+        bench.total_output_tokens / bench.completed,
+    )
+    rate = None if bench.request_rate == "inf" else bench.request_rate
+    return [LoadResult(bench.model_id, *lengths, bench.max_concurrency, rate, metrics, speculation)]
 
 
 KEYS = {"completed", "total_input_tokens", "output_throughput"}
