@@ -164,7 +164,7 @@ def test_the_run_is_marked_as_failed(tmp_path, monkeypatch):
     """A run whose worker, our own program, crashes after its engine has written a lot."""
     worker = tmp_path / "crashing_worker.py"
     worker.write_text(
-        "import os\ndef Worker(**_):\n    os.write(2, b'a\\nno more\\n'); os._exit(7)"
+        "import os\ndef WORKER(**_):\n    os.write(2, b'a\\nno more\\n'); os._exit(7)"
     )
     monkeypatch.setattr(VllmPeer, "worker", str(worker))
     monkeypatch.setattr(VllmPeer, "modules", ("json",))
