@@ -19,7 +19,7 @@ from render import write_csv
 from magicdec.config.load import compose
 from magicdec.costmodel.acceptance import Curves, Point, published
 from magicdec.costmodel.hardware import configured, hardware_named
-from magicdec.costmodel.predict import Prediction, predict
+from magicdec.costmodel.prediction import Prediction, predict
 from magicdec.costmodel.round import Setup
 from magicdec.planning.resolve import resolve
 from magicdec.planning.setup import setup_of

@@ -18,7 +18,9 @@ import yaml
 from page import RESULTS, ROOT
 from render import Row, groups, read_csv, write, write_csv
 
-from magicdec.architectures import ModelConfig
+from magicdec.architectures.head_config import HeadConfig
+from magicdec.architectures.hugging_face import from_hugging_face
+from magicdec.architectures.model_config import ModelConfig
 from magicdec.config.choices import DraftConfig, ModelChoice
 from magicdec.config.registry import DRAFTS, POLICIES
 from magicdec.config.schema import CONF
@@ -26,8 +28,6 @@ from magicdec.costmodel.hardware import Hardware, configured
 from magicdec.costmodel.round import Setup, round_times
 from magicdec.costmodel.speedup import alpha_from_acceptance_length
 from magicdec.costmodel.targets import architecture, option
-from magicdec.heads import HeadConfig
-from magicdec.hugging_face import from_hugging_face
 
 ADDED = yaml.safe_load((ROOT / "benchmarks/backtest_models.yaml").read_text())
 VOCABULARY = {"eagle": 1.0, "fr-spec": 0.25}  # a head's share of the target's

@@ -6,7 +6,7 @@ from typing import Any
 
 import altair as alt
 
-from magicdec.tracking.report.picture import picture
+from magicdec.report.picture import picture
 
 Row = dict[str, Any]
 COLOURS = [

@@ -28,7 +28,7 @@ from render import Row, groups, table, write, write_csv
 from magicdec.costmodel import hardware, tables
 from magicdec.costmodel.calibration import SHARED, Prior, calibrate, to_yaml, uncalibrated
 from magicdec.costmodel.hardware import hardware_named
-from magicdec.costmodel.predict import critical_context, predict
+from magicdec.costmodel.prediction import critical_context, predict
 from magicdec.costmodel.round import Setup
 from magicdec.costmodel.targets import architecture
 from magicdec.errors import UserError

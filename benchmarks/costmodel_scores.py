@@ -9,7 +9,7 @@ from math import nan
 import numpy as np
 import pandas
 
-from magicdec.architectures import ModelConfig
+from magicdec.architectures.model_config import ModelConfig
 from magicdec.costmodel.calibration import errors_of
 from magicdec.costmodel.hardware import Hardware, hardware_named
 from magicdec.costmodel.round import RoundTimes, round_times

@@ -20,7 +20,7 @@ from render import groups, read_csv, write_csv
 from magicdec.costmodel.acceptance import Curves, published
 from magicdec.costmodel.comparison import acceptance_length
 from magicdec.costmodel.hardware import DEVICES, hardware_named
-from magicdec.costmodel.predict import Prediction, predict
+from magicdec.costmodel.prediction import Prediction, predict
 from magicdec.costmodel.round import Setup, round_times
 from magicdec.costmodel.tables import FIRST_VERSION_BUDGET, PUBLISHED, Row, first_version
 from magicdec.costmodel.targets import architecture

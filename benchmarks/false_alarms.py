@@ -15,9 +15,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from magicdec.measure.intervals import difference
+from magicdec.report.verdict import estimates
+from magicdec.tracking.columns import flatten
 from magicdec.tracking.reader import iter_runs, number_of
-from magicdec.tracking.report.rows import flatten
-from magicdec.tracking.report.verdict import estimates
 
 ROOT = Path(__file__).parents[1]
 RUN = ["experiment=quick", "batch.size=4", "scenario.repeats=3", "tracker=[]"]

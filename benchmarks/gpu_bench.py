@@ -17,7 +17,7 @@ from magicdec.costmodel.comparison import predicted_metrics
 from magicdec.costmodel.round import Setup
 from magicdec.engine.native import Batch, NativeEngine, warm_up
 from magicdec.errors import UserError
-from magicdec.measure import memory
+from magicdec.measure import memory_use
 from magicdec.measure.ceilings import matmul_rate, read_bandwidth
 from magicdec.measure.footprint import largest_batch
 from magicdec.measure.metrics import Metrics
@@ -210,7 +210,7 @@ class Bench:
         """Return the cells with no more rows than this device holds at the largest budget and
         gamma.
         """
-        available = memory.available_bytes(self.device) - memory.reserved_bytes(self.device)
+        available = memory_use.available_bytes(self.device) - memory_use.reserved_bytes(self.device)
         budget, gamma = max(self.sizes.budgets), max(self.sizes.gammas)
 
         def rows_of(rows: int, context: int) -> int:
@@ -248,7 +248,7 @@ class Bench:
         predicted = fits.estimate(plan, batch, context)
         needed = predicted.needed - predicted.weights
         engine = build.assembled(plan, lambda _: self.engine.target)
-        available = memory.available_bytes(self.device)
+        available = memory_use.available_bytes(self.device)
         if needed > available:
             raise UserError(
                 f"needs {needed / GIB:.1f} GiB next to the weights, of {available / GIB:.1f}"

@@ -14,7 +14,7 @@ from gpu_profile import predicted_ms, profiled, static_cell
 from gpu_store import Point, Record
 
 from magicdec.config.registry import POLICIES
-from magicdec.measure.profile import profile_round
+from magicdec.measure.round_profile import profile_round
 
 CHECKED_ROWS = 2
 # What drafts, as a policy and overrides. What comes first matters most, and is profiled, too.

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from gpu_store import Record, outcome
 from torch import Tensor, nn
 
-from magicdec.architectures import ModelConfig
+from magicdec.architectures.model_config import ModelConfig
 from magicdec.attention import backends
 from magicdec.attention.base import Attention, Shape
 from magicdec.attention.sdpa import SdpaAttention

@@ -20,9 +20,9 @@ from magicdec.costmodel.roofline import step_time
 from magicdec.costmodel.speedup import speedup
 from magicdec.costmodel.targets import architecture
 from magicdec.errors import UserError
-from magicdec.measure import memory, metrics
+from magicdec.measure import memory_use, metrics
 from magicdec.measure.ceilings import fastest_s, matmul_rate
-from magicdec.measure.profile import profile_round
+from magicdec.measure.round_profile import profile_round
 from magicdec.planning import fits
 from magicdec.units import GIB
 from magicdec.verification.sampling import probabilities
@@ -79,13 +79,13 @@ def steps(bench: Bench) -> Iterator[Point]:
 
 def _steps(bench: Bench, batch: int, context: int, budget: int, gamma: int) -> Record:
     engine = bench.engine  # load it before the peak is reset: the peak is that of the steps
-    peak = memory.Peak(bench.device)
+    peak = memory_use.Peak(bench.device)
     opened = bench.open(batch, context, budget, gamma, 0.8)
     times = profile_round(opened, bench.sizes.repeats)
     opened.close()
     plan, weights = bench.large(batch, context, budget, gamma), engine.target.step_weight_bytes
-    kv = memory.kv_bytes(engine.target.config, batch * context, bench.dtype)
-    draft_kv = memory.kv_bytes(engine.target.config, batch * min(budget, context), bench.dtype)
+    kv = memory_use.kv_bytes(engine.target.config, batch * context, bench.dtype)
+    draft_kv = memory_use.kv_bytes(engine.target.config, batch * min(budget, context), bench.dtype)
     moved = {"target_decode": weights + kv, "verify": weights + kv, "draft": weights + draft_kv}
     ratios = {
         f"{part}_of_copy": of_copy(bench, size, times[f"{part}_ms"] / 1e3)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 sys.path.append(str(ROOT))  # of the tests, which have the fake device
 
-from magicdec.architectures import ModelConfig
+from magicdec.architectures.model_config import ModelConfig
 from magicdec.cache.streaming import Streaming
 from magicdec.costmodel.hardware import Hardware, hardware_named
 from magicdec.costmodel.roofline import operators

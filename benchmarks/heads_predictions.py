@@ -16,16 +16,16 @@ import render
 from page import RESULTS, ROOT
 from render import read_csv, write_csv
 
+from magicdec.architectures.head_config import HeadConfig
 from magicdec.config.choices import ModelChoice
 from magicdec.config.registry import DRAFTS, POLICIES
 from magicdec.costmodel.acceptance import Curves, published
 from magicdec.costmodel.hardware import hardware_named
-from magicdec.costmodel.memory import memory
-from magicdec.costmodel.predict import predict
+from magicdec.costmodel.memory_estimate import memory
+from magicdec.costmodel.prediction import predict
 from magicdec.costmodel.roofline import Pass, entries_time, step_time
 from magicdec.costmodel.round import RoundTimes, Setup, round_times
 from magicdec.costmodel.targets import architecture
-from magicdec.heads import HeadConfig
 
 FOLDER = ROOT / "docs/predictions"
 TARGET = architecture("llama-3.1-8b")

@@ -9,8 +9,8 @@ import yaml
 from races import races
 
 from magicdec.errors import UserError
-from magicdec.tracking.files import ROW, read_lines
-from magicdec.tracking.report.rows import read_rows
+from magicdec.report.rows import read_rows
+from magicdec.tracking.run_files import ROW, read_lines
 
 Row = dict[str, Any]
 WAYS = ("autoregressive", "speculative")

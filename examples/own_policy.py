@@ -7,7 +7,7 @@ import magicdec
 from magicdec.cache.compact import CompactCache
 from magicdec.config.choices import CacheConfig
 from magicdec.config.registry import POLICIES
-from magicdec.rules import STRICT
+from magicdec.inputs.rules import STRICT
 
 
 @dataclass(frozen=True, config=STRICT)

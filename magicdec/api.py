@@ -15,24 +15,24 @@ from typing import TYPE_CHECKING, Any
 from magicdec.config.checks import refuse_unread
 from magicdec.config.load import compose, override, to_dict
 from magicdec.config.schema import Config
-from magicdec.costmodel.predict import Prediction
+from magicdec.costmodel.prediction import Prediction
 from magicdec.errors import UserError
 from magicdec.planning.fits import fitting
 from magicdec.planning.resolve import resolve
 from magicdec.planning.shared import SHARED
+from magicdec.report.rows import read_rows, read_runs
 from magicdec.scenarios import Job
 from magicdec.scenarios import run as run_scenario
 from magicdec.scenarios.predict import predicted
 from magicdec.tracking.console import Console
-from magicdec.tracking.files import ROW, read_lines
 from magicdec.tracking.progress import progress as progress_bars
-from magicdec.tracking.report.rows import read_rows, read_runs
-from magicdec.tracking.table import described_models
+from magicdec.tracking.run_files import ROW, read_lines
+from magicdec.tracking.run_table import described_models
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-    from magicdec.serving.model import Model
+    from magicdec.serving.loaded_model import Model
 
 # The arguments of `load` and `predict` that set a key of another name.
 KEYS = {
@@ -76,7 +76,7 @@ def load(
     """
     # Here, because predicting and reading runs must not wait for PyTorch.
     from magicdec.scenarios.serve import served
-    from magicdec.serving.model import Model
+    from magicdec.serving.loaded_model import Model
 
     typed = _typed(
         draft=draft, cache=cache, budget=budget, gamma=gamma, attention=attention, device=device
@@ -237,6 +237,6 @@ def _listed(overrides: Sequence[str]) -> Sequence[str]:
 
 def _frame(rows: list[dict[str, Any]]) -> "DataFrame":
     # Here, because only these functions need pandas.
-    from magicdec.tracking.report.query import table
+    from magicdec.report.query import table
 
     return table(rows)

@@ -24,6 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hydra_plugins.magicdec._sweeper import register
+from magicdec import commands
 from magicdec.config.checks import refuse_secrets
 from magicdec.config.explain import explain
 from magicdec.config.hydra_versions import choose_behaviour, register_resolver
@@ -39,7 +40,8 @@ from magicdec.errors import (
     is_out_of_memory,
     to_stderr,
 )
-from magicdec.rules import FileName, did_you_mean, parse
+from magicdec.inputs import plugins
+from magicdec.inputs.rules import FileName, did_you_mean, parse
 from magicdec.tracking import sweep
 from magicdec.tracking.gpus import gpus_of_its_own, refuse_a_share
 from magicdec.tracking.lock import Busy
@@ -50,21 +52,9 @@ from magicdec.version import VERSION
 
 FAILURE = 1
 TERMINATED = 143  # 128 + SIGTERM, as a shell has it
-# Subcommands: the module whose main() gets their arguments, and arguments before those.
+# A subcommand is a module of this package, with a function `main` that gets its arguments.
 COMMANDS = {
-    "report": ["magicdec.tracking.report.__main__"],
-    "show": ["magicdec.tracking.show"],
-    "compare": ["magicdec.tracking.report.__main__", "compare"],
-    "figure": ["magicdec.tracking.report.__main__", "figure"],
-    "sync": ["magicdec.tracking.sync"],
-    "clean": ["magicdec.tracking.clean"],
-    "dashboard": ["magicdec.tracking.dashboard"],
-    "serve": ["magicdec.http.serve"],
-    "doctor": ["magicdec.doctor"],
-    "calibrate": ["magicdec.calibrate.command"],
-    "audit": ["magicdec.audit"],
-    "schema": ["magicdec.config.json_schema"],
-    "check-plugin": ["magicdec.conformance"],
+    name.replace("_", "-"): f"magicdec.commands.{name}" for name in plugins.built_in(commands)
 }
 # How an operating system refuses Hydra the folder of a multirun.
 REFUSALS = {
@@ -95,8 +85,7 @@ def main() -> int:
         to_stderr("error: the working directory was removed; change to one that exists")
         return USER_ERROR
     if command in COMMANDS:
-        module, *first = COMMANDS[command]
-        return import_module(module).main([*first, *arguments])
+        return import_module(COMMANDS[command]).main(arguments)
     if re.fullmatch(r"[\w-]+", command) and not command.startswith("-"):
         hint = did_you_mean(command, COMMANDS) or "; see --help"
         to_stderr(
@@ -123,7 +112,7 @@ def run() -> int:
         _remove_new_folders()
     for folder, with_figures in sweeps:
         if (folder / sweep.JOBS).exists():  # not after a dry run
-            from magicdec.tracking.report.summary import summarize
+            from magicdec.report.summary import summarize
 
             summarize(folder, with_figures)
     return code

@@ -25,14 +25,14 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from magicdec.architectures.modules_config import ModulesConfig
 from magicdec.attention.base import Attention
 from magicdec.attention.sdpa import SdpaAttention
-from magicdec.models.adapter import load as adapter
+from magicdec.models.adapter import load_modules as adapter
 from magicdec.models.adapter.model import ModulesTransformer
 from magicdec.models.checkpoint import load
 from magicdec.models.description import read_config
 from magicdec.models.transformer import Transformer
-from magicdec.modules import ModulesConfig
 
 SIZES = {"vocab_size": 96, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3}
 SIZES |= {
@@ -183,7 +183,7 @@ def load_modules(
     config = read_config(folder, "transformers")
     assert isinstance(config, ModulesConfig)
     where = (dtype, torch.device("cpu"), attention or SdpaAttention(), longest)
-    return adapter.load(folder, config, *where)
+    return adapter.load_modules(folder, config, *where)
 
 
 def written(

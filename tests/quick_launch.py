@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import magicdec.scenarios
 from magicdec.cli import main
-from magicdec.tracking import wandb
+from magicdec.tracking.loggers import wandb
 
 CPU = SimpleNamespace(type="cpu")
 

@@ -12,9 +12,9 @@ from magicdec import api, scenarios
 from magicdec.config.load import compose
 from magicdec.scenarios import Job
 from magicdec.scenarios.outcome import Outcome
-from magicdec.tracking.files import ROW, read_lines
 from magicdec.tracking.progress import progress
 from magicdec.tracking.reader import iter_runs
+from magicdec.tracking.run_files import ROW, read_lines
 from magicdec.tracking.store import Run
 from tests.programs import ROOT
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from magicdec.conformance import (
+from magicdec.conformance.examine import (
     VOCAB,
     cache_config,
     machine,

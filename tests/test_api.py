@@ -282,7 +282,7 @@ def test_mistakes_in_a_configuration(arguments, said):
 
 
 def test_a_model_that_does_not_fit(monkeypatch):
-    monkeypatch.setattr("magicdec.measure.memory.available_bytes", lambda _: 1 << 20)
+    monkeypatch.setattr("magicdec.measure.memory_use.available_bytes", lambda _: 1 << 20)
     with pytest.raises(
         magicdec.UserError,
         match=r"batch.size=2 at batch.context_len=256 needs about .* not even one",

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from magicdec.architectures.hugging_face import from_hugging_face
 from magicdec.config.load import compose
 from magicdec.config.options import values_of
 from magicdec.costmodel.targets import architecture
 from magicdec.errors import UserError
-from magicdec.hugging_face import from_hugging_face
 from tests.test_hugging_face import LLAMA
 from tests.test_plugins import written
 

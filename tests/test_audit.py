@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from magicdec import audit
+from magicdec.commands import audit
 from magicdec.config.load import compose
 from magicdec.engine.decoder import Decoder
 from magicdec.engine.native import NativeEngine

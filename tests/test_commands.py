@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from magicdec.commands import ContentOf, command_line
+from magicdec.shell import ContentOf, command_line
 from tests.programs import ROOT
 
 ODD = [

@@ -11,9 +11,9 @@ from itertools import chain
 import pytest
 
 import magicdec
+from magicdec.commands.report import main
 from magicdec.config.choices import CacheConfig, DraftConfig
 from magicdec.config.options import known_keys
-from magicdec.tracking.report.__main__ import main
 from tests.programs import ROOT, python
 from tools import check_docs, reference
 

@@ -8,10 +8,10 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from magicdec import doctor
 from magicdec.attention import definition
 from magicdec.attention.sdpa import SdpaAttention
-from magicdec.doctor import FAILED, NOTE, OK
+from magicdec.commands import doctor
+from magicdec.commands.doctor import FAILED, NOTE, OK
 from magicdec.engine.decoder import Decoder
 from magicdec.errors import UserError
 from magicdec.measure import ceilings, system

@@ -4,9 +4,9 @@ import os
 
 import pytest
 
-from magicdec import fingerprint
 from magicdec.errors import UserError
-from magicdec.fingerprint import of_code, of_files
+from magicdec.inputs import fingerprint
+from magicdec.inputs.fingerprint import of_code, of_files
 
 MEGABYTE = 1 << 20
 

@@ -153,7 +153,7 @@ NESTED = "{a:" * 400 + "1" + "}" * 400
             ),
         ),
         (f"target.architecture.rope_scaling={NESTED}", "target.archi"),
-        ("reprot runs", "reprot: neither a command (report, "),
+        ("reprot runs", "reprot: neither a command (audit, "),
         ("compare no-run no-run", "no-run"),
         ("report no-folder", "no-folder"),
     ],

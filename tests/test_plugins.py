@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from magicdec import plugins
 from magicdec.config import registry
 from magicdec.config.load import compose, to_dict
 from magicdec.errors import UserError
-from magicdec.tracking.identity import run_id
+from magicdec.inputs import plugins
 from magicdec.tracking.reader import iter_runs
+from magicdec.tracking.run_id import run_id
 from tests.programs import ROOT, python
 from tests.runs import SMALL, one_line
 
@@ -37,7 +37,7 @@ POLICY = """
 from pydantic.dataclasses import dataclass
 from magicdec.cache.streaming import Streaming, StreamingCache
 from magicdec.config.registry import POLICIES
-from magicdec.rules import STRICT
+from magicdec.inputs.rules import STRICT
 
 @dataclass(frozen=True, config=STRICT)
 class Mine(Streaming):
@@ -105,7 +105,7 @@ def test_an_installed_package_runs_in_a_sweep_and_is_reported(launched):
     assert all("+" in one["source"] for one in results), "the plugin's source counts"
     assert [one["config"]["cache"]["recent"] for one in results] == [16, 16]
     shown, _ = launched(
-        "-m", "magicdec.tracking.report", "runs", "--columns", "draft.name,cache.policy,alpha"
+        "-m", "magicdec.report", "runs", "--columns", "draft.name,cache.policy,alpha"
     )
     assert "strided" in shown
     assert "echo" in shown

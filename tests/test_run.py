@@ -15,9 +15,9 @@ import torch
 from magicdec import cli
 from magicdec.costmodel.acceptance import measured
 from magicdec.errors import UserError
-from magicdec.scenarios import predicted
+from magicdec.report.rows import read_rows
+from magicdec.scenarios import prediction_errors
 from magicdec.tracking.reader import iter_runs
-from magicdec.tracking.report.rows import read_rows
 from magicdec.units import WAYS
 from tests.checkpoints import load_reference
 from tests.programs import ROOT
@@ -171,9 +171,11 @@ def prompts(folder: Path, *texts: str) -> list[str]:
 def test_the_context_of_a_users_own_prompts_is_the_one_they_have(tmp_path, monkeypatch, capsys):
     """batch.context_len is only the most that a prompt may have."""
     setups = []
-    errors = predicted.predicted_metrics
+    errors = prediction_errors.predicted_metrics
     monkeypatch.setattr(
-        predicted, "predicted_metrics", lambda one, *rest: setups.append(one) or errors(one, *rest)
+        prediction_errors,
+        "predicted_metrics",
+        lambda one, *rest: setups.append(one) or errors(one, *rest),
     )
     run = run_here(
         tmp_path / "runs",

@@ -30,15 +30,15 @@ import magicdec.scenarios
 from hydra_plugins.magicdec import _groups, _sweeper
 from hydra_plugins.magicdec._launcher import ProcessLauncher, SweepJob, lost_code
 from magicdec import cli
+from magicdec.commands import report
 from magicdec.config.load import compose
 from magicdec.errors import StorageError
+from magicdec.report import page
 from magicdec.scenarios import Job, run
 from magicdec.threads import usual
 from magicdec.tracking import lock
 from magicdec.tracking.lock import Busy, is_locked, locked
 from magicdec.tracking.reader import iter_runs, latest, run_of
-from magicdec.tracking.report import __main__ as report
-from magicdec.tracking.report import page
 from magicdec.tracking.store import Run
 from magicdec.tracking.sweep import BUSY, jobs, record
 from tests import quick_launch

@@ -46,7 +46,7 @@ def test_package_and_plugins_configuration_and_the_command_are_whole(tmp_path):
         "magicdec/models/tiny/target/model.safetensors",
     } <= expected
     assert {
-        "magicdec/tracking/report/assets/page.html",
+        "magicdec/report/assets/page.html",
         "hydra_plugins/magicdec/_launcher.py",
     } <= expected
     for folder in ("conf", "sweeps"):

@@ -97,11 +97,6 @@ SEEDS = [
     "cache=streaming,window",
     "hydra/launcher=basic",
 ]
-SUBCOMMANDS = {
-    "magicdec.tracking.report": "report",
-    "magicdec.http.serve": "serve",
-    "magicdec.doctor": "doctor",
-}
 
 
 class Command(NamedTuple):
@@ -145,11 +140,9 @@ def _classified(page: str, text: str) -> Command:
     # The first commands, and what an earlier command writes.
     if "&&" in words or "experiment=planned" in words:
         return Command(page, text, "skip")
-    if words[:2] == ["python", "-m"] and words[2].startswith("magicdec."):
-        words = ["magicdec", SUBCOMMANDS[words[2]], *words[3:]]
+    if words[:3] == ["python", "-m", "magicdec"]:
+        words = words[2:]
     if words[0] == "magicdec" and len(words) > 1 and re.fullmatch("[a-z]+", words[1]):
-        if words[1:3] == ["report", "compare"]:
-            words = ["magicdec", *words[2:]]
         return Command(page, text, "parse", tuple(words[1:]))
     if launches or words[0] == "magicdec":
         arguments = tuple(words[2:] if launches else words[1:])
@@ -333,7 +326,7 @@ def write_examples(folder: Path) -> None:
 def run_here(command: Command, folder: Path, limit: float) -> str:
     """Run a command in a folder. Return what is wrong, or an empty text."""
     words = shlex.split(
-        re.sub(r"^python -m magicdec\.|^python launch\.py|^magicdec", "", command.text)
+        re.sub(r"^python -m magicdec|^python launch\.py|^magicdec", "", command.text)
     )
     if re.search(PREDICTS, command.text):
         words += ["wandb.mode=offline"]

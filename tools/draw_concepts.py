@@ -14,7 +14,7 @@ import torch
 from matplotlib.figure import Figure
 
 import magicdec
-from magicdec.costmodel.predict import Prediction
+from magicdec.costmodel.prediction import Prediction
 from magicdec.costmodel.speedup import omega
 from magicdec.verification.accept import accept_sampled
 from magicdec.verification.sampling import Sampling

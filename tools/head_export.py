@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from magicdec.heads import HeadConfig
+from magicdec.architectures.head_config import HeadConfig
 from magicdec.models.head import Head
 
 

@@ -21,7 +21,7 @@ from magicdec import cli
 from magicdec.config import schema
 from magicdec.config.registry import CORPORA, DRAFTS, ENGINES, POLICIES, keys_of
 from magicdec.config.schema import CONF, Config
-from magicdec.rules import must
+from magicdec.inputs.rules import must
 
 PAGES = Path(__file__).resolve().parents[1] / "docs/reference"
 GROUPS = (
@@ -266,11 +266,10 @@ def parser_of(command: str) -> argparse.ArgumentParser:
     def caught(parser: argparse.ArgumentParser, *_: Any, **__: Any) -> None:
         raise _Asked(parser)
 
-    module, *first = cli.COMMANDS[command]
     readers = dict.fromkeys(("parse_args", "parse_intermixed_args"), caught)
     try:
         with patch.multiple(argparse.ArgumentParser, **readers):
-            import_module(module).main(first)
+            import_module(cli.COMMANDS[command]).main([])
     except _Asked as asked:
         return asked.args[0]
     raise RuntimeError(f"{command} reads no arguments")

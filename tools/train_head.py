@@ -32,7 +32,7 @@ from tiny_corpus import CODE_SHARE, Corpus
 from torch import Tensor
 from training import Trainer, parser
 
-from magicdec.heads import HeadConfig
+from magicdec.architectures.head_config import HeadConfig
 from magicdec.models.head import Head
 from magicdec.models.transformer import Transformer
 

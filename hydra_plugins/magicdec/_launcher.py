@@ -34,7 +34,7 @@ from omegaconf import DictConfig
 
 from hydra_plugins.magicdec._groups import SweepJob, Titles, group_of
 from magicdec.errors import JobFailed, to_stderr
-from magicdec.rules import Count, must, parse
+from magicdec.inputs.rules import Count, must, parse
 from magicdec.tracking.gpus import visible_gpus
 from magicdec.tracking.reader import read_result
 from magicdec.tracking.store import Run

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from magicdec.architectures import ModelConfig
+from magicdec.architectures.model_config import ModelConfig
 from magicdec.attention.base import Attention
 from magicdec.config.choices import CacheConfig, CacheSpec
 from magicdec.models.kv_cache import KVCache

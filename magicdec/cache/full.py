@@ -10,8 +10,8 @@ from typing_extensions import override
 from magicdec.cache.draft_cache import DraftCache
 from magicdec.config.choices import CacheConfig
 from magicdec.config.registry import POLICIES
+from magicdec.inputs.rules import STRICT
 from magicdec.models.kv_cache import KVCache
-from magicdec.rules import STRICT
 
 
 @dataclass(frozen=True, config=STRICT)

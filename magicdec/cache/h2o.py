@@ -12,13 +12,13 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 from typing_extensions import override
 
-from magicdec.architectures import ModelConfig
+from magicdec.architectures.model_config import ModelConfig
 from magicdec.attention.base import Attention
 from magicdec.cache.compact import ScoredCache
 from magicdec.config.choices import FP32, CacheConfig, CacheSpec, all_kv_heads
 from magicdec.config.registry import POLICIES
+from magicdec.inputs.rules import STRICT
 from magicdec.models.kv_cache import KVCache, Reads
-from magicdec.rules import STRICT
 
 
 @dataclass(frozen=True, config=STRICT)

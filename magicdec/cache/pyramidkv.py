@@ -12,15 +12,15 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 from typing_extensions import override
 
-from magicdec.architectures import ModelConfig
+from magicdec.architectures.model_config import ModelConfig
 from magicdec.attention.base import Attention
 from magicdec.cache.draft_cache import DraftCache
 from magicdec.cache.full import FullCache
 from magicdec.cache.snapkv import SnapKV, SnapKVCache
 from magicdec.config.choices import CacheSpec
 from magicdec.config.registry import POLICIES
+from magicdec.inputs.rules import STRICT, Count
 from magicdec.models.kv_cache import KVCache, Place, Reads
-from magicdec.rules import STRICT, Count
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -12,14 +12,14 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 from typing_extensions import override
 
-from magicdec.architectures import ModelConfig
+from magicdec.architectures.model_config import ModelConfig
 from magicdec.attention.base import Attention
 from magicdec.attention.codes import FEATURES, TILE, TOKENS, Coded, Codes
 from magicdec.cache.full import FullCache
 from magicdec.config.choices import CacheConfig, CacheSpec
 from magicdec.config.registry import POLICIES
+from magicdec.inputs.rules import STRICT, Count, must
 from magicdec.models.kv_cache import KVCache, copy_row
-from magicdec.rules import STRICT, Count, must
 
 SCALE = 4  # bytes of a group's scale and least value, each in half precision
 

@@ -13,13 +13,13 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 from typing_extensions import override
 
-from magicdec.architectures import ModelConfig
+from magicdec.architectures.model_config import ModelConfig
 from magicdec.attention.base import Attention
 from magicdec.cache.dynamic import DynamicCache
 from magicdec.config.choices import CacheConfig, CacheSpec
 from magicdec.config.registry import POLICIES
+from magicdec.inputs.rules import STRICT, Count
 from magicdec.models.kv_cache import KVCache
-from magicdec.rules import STRICT, Count
 
 
 @dataclass(frozen=True, config=STRICT)

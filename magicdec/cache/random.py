@@ -16,8 +16,8 @@ from typing_extensions import override
 from magicdec.cache.compact import CompactCache
 from magicdec.config.choices import CacheConfig
 from magicdec.config.registry import POLICIES
+from magicdec.inputs.rules import STRICT, Count
 from magicdec.models.kv_cache import KVCache
-from magicdec.rules import STRICT, Count
 from magicdec.verification.sampling import Sampling, Use, uniform_BT
 
 # Between the random numbers of two layers: more than any sequence has tokens.

@@ -8,7 +8,7 @@ from typing_extensions import override
 from magicdec.cache.compact import ScoredCache
 from magicdec.config.choices import CacheConfig
 from magicdec.config.registry import POLICIES
-from magicdec.rules import STRICT, Count, must
+from magicdec.inputs.rules import STRICT, Count, must
 
 
 @dataclass(frozen=True, config=STRICT)

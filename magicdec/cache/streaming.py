@@ -12,14 +12,14 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 from typing_extensions import override
 
-from magicdec.architectures import ModelConfig
+from magicdec.architectures.model_config import ModelConfig
 from magicdec.cache.draft_cache import DraftCache
 from magicdec.cache.window import Window, WindowCache
 from magicdec.config.choices import CacheSpec, all_kv_heads
 from magicdec.config.registry import POLICIES
+from magicdec.inputs.rules import STRICT
 from magicdec.models.kv_cache import KVCache
 from magicdec.models.rope import rope_frequencies, rotate
-from magicdec.rules import STRICT
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -16,14 +16,14 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 from typing_extensions import override
 
-from magicdec.architectures import ModelConfig
+from magicdec.architectures.model_config import ModelConfig
 from magicdec.attention.base import Attention, select_largest
 from magicdec.cache.dynamic import DynamicCache
 from magicdec.cache.observed import ObservedCache
 from magicdec.config.choices import FP32, INT64, CacheConfig, CacheSpec, all_kv_heads
 from magicdec.config.registry import POLICIES
+from magicdec.inputs.rules import STRICT, Count
 from magicdec.models.kv_cache import KVCache, Reads
-from magicdec.rules import STRICT, Count
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -11,8 +11,8 @@ from magicdec.cache.compact import CompactCache
 from magicdec.cache.draft_cache import DraftCache
 from magicdec.config.choices import CacheConfig
 from magicdec.config.registry import POLICIES
+from magicdec.inputs.rules import STRICT
 from magicdec.models.kv_cache import KVCache
-from magicdec.rules import STRICT
 
 
 @dataclass(frozen=True, config=STRICT)

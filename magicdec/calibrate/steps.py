@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from itertools import product
 from typing import Any, NamedTuple
 
-from magicdec.architectures import ModelConfig
+from magicdec.architectures.model_config import ModelConfig
 from magicdec.config.load import compose
 from magicdec.config.schema import Efficiency
 from magicdec.costmodel.hardware import CPU, OWN_STACK, Hardware, configured, device_in

@@ -14,7 +14,7 @@ from magicdec.config.options import read_keys
 from magicdec.config.registry import CORPORA
 from magicdec.config.schema import Assumed, Compare, Config, Profile, Serve
 from magicdec.errors import UserError
-from magicdec.rules import did_you_mean
+from magicdec.inputs.rules import did_you_mean
 
 # Names of environment variables with a value that nothing stores, such as HF_TOKEN; HF_TOKEN_PATH
 # is none of them. A shorter value may be anything.

@@ -17,9 +17,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from magicdec.architectures import ModelConfig
+from magicdec.architectures.model_config import ModelConfig
 from magicdec.errors import UserError
-from magicdec.rules import STRICT, Count, Share, must
+from magicdec.inputs.rules import STRICT, Count, Share, must
 
 # Round: once a round; step: in every draft step.
 Selects = Literal["never", "prefill", "round", "step"]

@@ -22,7 +22,7 @@ from yaml import YAMLError
 from magicdec.config.options import known_keys, unreadable, values_in
 from magicdec.config.schema import CONF, option_file
 from magicdec.errors import UserError, in_one_line, is_out_of_memory
-from magicdec.rules import SHORT, BadValue
+from magicdec.inputs.rules import SHORT, BadValue
 
 E = TypeVar("E", bound=BaseException)
 

@@ -14,7 +14,6 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from magicdec import plugins
 from magicdec.config.checks import refuse_secrets, validate
 from magicdec.config.explain import explain, located, unknown_key
 from magicdec.config.hydra_versions import initialized, register_resolver
@@ -22,7 +21,8 @@ from magicdec.config.options import OPEN, complete_model, is_known, read_keys
 from magicdec.config.schema import CONF, Config, own_folders
 from magicdec.config.search_path import add_own_options
 from magicdec.errors import UserError
-from magicdec.rules import BadValue, parse
+from magicdec.inputs import plugins
+from magicdec.inputs.rules import BadValue, parse
 
 # Hydra takes any key in the groups: jobs of a sweep over a group's options may set keys of all of
 # them.

@@ -13,12 +13,12 @@ from typing import Any, get_args, get_type_hints
 import yaml
 from pydantic import TypeAdapter
 
-from magicdec.architectures import ModelConfig
+from magicdec.architectures.hugging_face import from_hugging_face
+from magicdec.architectures.model_config import ModelConfig
 from magicdec.config import registry
 from magicdec.config.registry import PACKAGE
 from magicdec.config.schema import CONF, SCENARIOS, Config, option_file, own_folders
 from magicdec.errors import UserError, in_one_line
-from magicdec.hugging_face import from_hugging_face
 
 # Groups whose options differ in their keys.
 OPEN = (*registry.GROUPS, "scenario")

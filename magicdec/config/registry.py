@@ -32,7 +32,7 @@ from magicdec.config.choices import (
     EngineConfig,
 )
 from magicdec.errors import UserError
-from magicdec.rules import did_you_mean
+from magicdec.inputs.rules import did_you_mean
 
 F = TypeVar("F")
 W = TypeVar("W")

@@ -18,8 +18,8 @@ from typing_extensions import override
 from magicdec.config.choices import CacheConfig, ModelChoice
 from magicdec.config.registry import AttentionName, Cache, Data, Draft, Engine
 from magicdec.errors import UserError
-from magicdec.plugins import option_folders
-from magicdec.rules import (
+from magicdec.inputs.plugins import option_folders
+from magicdec.inputs.rules import (
     STRICT,
     Count,
     Counts,

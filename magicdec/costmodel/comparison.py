@@ -9,7 +9,7 @@ from typing import Any
 from magicdec.config.schema import Efficiency
 from magicdec.costmodel.acceptance import Curves
 from magicdec.costmodel.acceptance import published as published_points
-from magicdec.costmodel.predict import predict, verdict
+from magicdec.costmodel.prediction import predict, verdict
 from magicdec.costmodel.round import Setup, prefill_s, round_times
 from magicdec.costmodel.speedup import omega
 from magicdec.costmodel.tables import Row, first_version, read_table

@@ -21,10 +21,10 @@ from typing import Any
 
 import yaml
 
-from magicdec.commands import ContentOf, command_line
 from magicdec.costmodel.round import Setup
 from magicdec.costmodel.schedules import Entry, Schedule
 from magicdec.errors import UserError
+from magicdec.shell import ContentOf, command_line
 
 FILE = "{file}"
 

@@ -14,7 +14,7 @@ import yaml
 from magicdec.config.choices import CacheConfig, DraftConfig
 from magicdec.config.registry import DRAFTS, POLICIES
 from magicdec.costmodel.acceptance import Curves, is_same
-from magicdec.costmodel.predict import GAMMAS, Prediction, predict
+from magicdec.costmodel.prediction import GAMMAS, Prediction, predict
 from magicdec.costmodel.round import Setup, prefill_s
 from magicdec.costmodel.targets import is_own_path, option
 from magicdec.errors import UserError

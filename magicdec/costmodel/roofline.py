@@ -11,7 +11,7 @@ from functools import cache
 from math import ceil, inf
 from typing import NamedTuple
 
-from magicdec.architectures import ModelConfig
+from magicdec.architectures.model_config import ModelConfig
 from magicdec.costmodel.hardware import Hardware
 
 BF16 = 2.0  # bytes

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from magicdec.architectures import ModelConfig, check_ranks
+from magicdec.architectures.model_config import ModelConfig, check_ranks
 from magicdec.config.choices import CacheConfig, CacheSpec, DraftConfig
 from magicdec.config.registry import DRAFTS, POLICIES
 from magicdec.costmodel.hardware import CPU, Hardware

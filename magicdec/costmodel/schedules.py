@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
 from magicdec.costmodel.acceptance import Curves
-from magicdec.costmodel.predict import predict
+from magicdec.costmodel.prediction import predict
 from magicdec.costmodel.round import Setup
 from magicdec.errors import UserError
 

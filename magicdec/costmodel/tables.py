@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from magicdec.architectures import ModelConfig
+from magicdec.architectures.model_config import ModelConfig
 from magicdec.config.choices import CacheConfig, DraftConfig, ModelChoice
 from magicdec.config.registry import DRAFTS, POLICIES
 from magicdec.costmodel.hardware import Hardware, hardware_named

@@ -7,11 +7,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from magicdec.architectures import ModelConfig
+from magicdec.architectures.model_config import ModelConfig
 from magicdec.config.options import values_of
 from magicdec.config.schema import CONF, own_folders
 from magicdec.errors import UserError, to_stderr
-from magicdec.rules import parse
+from magicdec.inputs.rules import parse
 
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 

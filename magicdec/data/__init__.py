@@ -7,7 +7,7 @@ from pathlib import Path
 from magicdec.config.registry import CORPORA
 from magicdec.data.base import PromptRequest, Prompts
 from magicdec.errors import UserError
-from magicdec.fingerprint import of_files
+from magicdec.inputs.fingerprint import of_files
 
 __all__ = ["PromptRequest", "Prompts", "fingerprint", "load_prompts"]
 

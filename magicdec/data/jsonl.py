@@ -23,7 +23,7 @@ from magicdec.data.base import PromptRequest, Prompts
 from magicdec.data.prompts import check_length, encode, is_chat, too_few
 from magicdec.data.records import Place, Unfit, check_text, field, number_in, records
 from magicdec.errors import UserError, to_stderr
-from magicdec.rules import STRICT
+from magicdec.inputs.rules import STRICT
 
 USERS = ("user", "human")  # how data sets name the speaker of a prompt
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from magicdec.errors import UserError, in_one_line
-from magicdec.rules import did_you_mean
+from magicdec.inputs.rules import did_you_mean
 
 Place = tuple[int, str, Any]  # of a row: its number, its place for messages, its content
 GZIP, UTF16 = b"\x1f\x8b", (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # how such files begin

@@ -19,18 +19,18 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 from typing_extensions import override
 
-from magicdec.architectures import ModelConfig
+from magicdec.architectures.head_config import HeadConfig
+from magicdec.architectures.model_config import ModelConfig
 from magicdec.config.choices import DraftConfig
 from magicdec.config.registry import DRAFTS
 from magicdec.decoding.prefill import Advance
 from magicdec.decoding.state import State
 from magicdec.decoding.timers import Stopwatch
 from magicdec.drafts.base import Draft, DraftSpec, ModelDraft, Proposal
-from magicdec.heads import HeadConfig
+from magicdec.inputs.rules import STRICT
 from magicdec.models.head import Head
 from magicdec.models.kv_cache import KVCache, copy_row
 from magicdec.models.taps import Taps
-from magicdec.rules import STRICT
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -22,7 +22,7 @@ from magicdec.decoding.state import DRAFT, State
 from magicdec.drafts.base import Draft, DraftSpec, Proposal
 from magicdec.drafts.model import IndependentDraft
 from magicdec.drafts.self import SelfDraft
-from magicdec.rules import STRICT
+from magicdec.inputs.rules import STRICT
 from magicdec.verification.accept import Verdict, accept_greedy, accept_sampled
 from magicdec.verification.sampling import Use, probabilities
 

@@ -11,13 +11,13 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from typing_extensions import override
 
-from magicdec.architectures import ModelConfig
+from magicdec.architectures.model_config import ModelConfig
 from magicdec.config.choices import DraftConfig
 from magicdec.config.registry import DRAFTS
 from magicdec.drafts.base import DraftSpec
 from magicdec.drafts.self import SelfDraft
 from magicdec.errors import UserError
-from magicdec.rules import STRICT
+from magicdec.inputs.rules import STRICT
 
 
 @dataclass(frozen=True, config=STRICT)

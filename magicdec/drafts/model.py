@@ -15,8 +15,8 @@ from magicdec.config.registry import DRAFTS
 from magicdec.decoding.prefill import Advance, prefill
 from magicdec.decoding.state import State
 from magicdec.drafts.base import DraftSpec, ModelDraft, Proposal
+from magicdec.inputs.rules import STRICT
 from magicdec.models.transformer import Transformer
-from magicdec.rules import STRICT
 
 
 @dataclass(frozen=True, config=STRICT)

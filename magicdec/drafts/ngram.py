@@ -14,7 +14,7 @@ from magicdec.config.registry import DRAFTS
 from magicdec.decoding.prefill import Advance
 from magicdec.decoding.state import State
 from magicdec.drafts.base import Draft, DraftSpec, Proposal
-from magicdec.rules import STRICT, Count
+from magicdec.inputs.rules import STRICT, Count
 
 
 @dataclass(frozen=True, config=STRICT)

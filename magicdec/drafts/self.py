@@ -12,9 +12,9 @@ from magicdec.config.registry import DRAFTS
 from magicdec.decoding.prefill import Advance
 from magicdec.decoding.state import State
 from magicdec.drafts.base import DraftSpec, ModelDraft
+from magicdec.inputs.rules import STRICT
 from magicdec.models.kv_cache import KVCache
 from magicdec.models.transformer import Transformer
-from magicdec.rules import STRICT
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -21,7 +21,7 @@ from magicdec.config.registry import DRAFTS
 from magicdec.decoding.prefill import Advance
 from magicdec.decoding.state import State
 from magicdec.drafts.base import Draft, DraftSpec, Proposal
-from magicdec.rules import STRICT, Count
+from magicdec.inputs.rules import STRICT, Count
 
 Tokens = NDArray[np.int32]
 NONE = -1  # before, between and behind texts: no token, so nothing matches it

@@ -13,9 +13,9 @@ from magicdec.config.schema import BatchConfig, HardwareConfig, SamplingConfig
 from magicdec.decoding.state import State
 from magicdec.drafts.base import Draft, DraftSpec
 from magicdec.engine.decoder import Decoder
+from magicdec.inputs.rules import STRICT
 from magicdec.models.kv_cache import KVCache
 from magicdec.models.transformer import Transformer
-from magicdec.rules import STRICT
 from magicdec.verification.sampling import RowSampling, Sampling
 
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from magicdec.decoding.timers import Stopwatch
 from magicdec.engine.graphs import Captures, Step
-from magicdec.measure.memory import available_bytes
+from magicdec.measure.memory_use import available_bytes
 from magicdec.models.operators import matmul_of_many
 from magicdec.models.parallel import share
 

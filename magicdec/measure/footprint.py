@@ -22,9 +22,9 @@ from typing_extensions import override
 from magicdec.attention.base import Shape
 from magicdec.attention.sdpa import SdpaAttention, SdpaPlan
 from magicdec.decoding.prefill import MAX_CHUNK
-from magicdec.engine.audit import chunk_len, score_tokens
-from magicdec.engine.entries import rehearse
 from magicdec.engine.native import NativeEngine
+from magicdec.engine.output_audit import chunk_len, score_tokens
+from magicdec.engine.prompt_audit import rehearse
 from magicdec.models.taps import Taps
 
 LAYERS = 2  # run: each layer frees what the one before has left

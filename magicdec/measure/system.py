@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from magicdec.measure.memory import proc_bytes
+from magicdec.measure.memory_use import proc_bytes
 from magicdec.units import GIB
 
 PERIOD_S = 5.0

@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
-from magicdec.architectures import ModelConfig
+from magicdec.architectures.model_config import ModelConfig
 from magicdec.errors import UserError
-from magicdec.fingerprint import of_files
+from magicdec.inputs.fingerprint import of_files
+from magicdec.inputs.rules import must, parse_values
 from magicdec.models.metadata import read_header, read_json
 from magicdec.models.parallel import ALONE, Share
 from magicdec.models.tensors import read_part
 from magicdec.models.unread import DISPENSABLE, EMBEDDING, HEAD, IN_HEADS, report_frequencies
-from magicdec.rules import must, parse_values
 
 if TYPE_CHECKING:
-    from magicdec.heads import HeadConfig
+    from magicdec.architectures.head_config import HeadConfig
 
 CONFIG = "config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -258,7 +258,7 @@ def stored_in_bfloat16(folder: Path, config: ModelConfig) -> set[str]:
 def fingerprint(folder: Path) -> str:
     """Return a short hash of the weights, the configuration and the tokenizer.
 
-    Raise UserError for a checkpoint that is incomplete. See magicdec/fingerprint.py for what is
+    Raise UserError for a checkpoint that is incomplete. magicdec/inputs/fingerprint.py says what is
     read of large files.
     """
     weights = set(files_of(folder).values())

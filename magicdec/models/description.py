@@ -9,9 +9,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from magicdec.architectures import ModelConfig
-from magicdec.errors import Unsupported, UserError
-from magicdec.hugging_face import (
+from magicdec.architectures.hugging_face import (
     GenerationConfig,
     eos_ids,
     from_hugging_face,
@@ -19,10 +17,12 @@ from magicdec.hugging_face import (
     unread_keys,
     unread_processors,
 )
+from magicdec.architectures.model_config import ModelConfig
+from magicdec.errors import Unsupported, UserError
+from magicdec.inputs.rules import parse
 from magicdec.models.checkpoint import CONFIG, OBJECT, PICKLES, files_of
 from magicdec.models.metadata import read_json
 from magicdec.models.unread import is_tied, report_keys
-from magicdec.rules import parse
 
 GENERATION_CONFIG = "generation_config.json"
 NOT_READ, NOT_APPLIED = (
@@ -66,7 +66,7 @@ def read_config(folder: Path, implementation: str = "auto") -> ModelConfig:
     path = folder / CONFIG
     plain = read_json(path, OBJECT)
     if "draft_vocab_size" in plain or "speculators_model_type" in plain:
-        from magicdec.heads import head_from, unread_keys_of_head
+        from magicdec.architectures.head_config import head_from, unread_keys_of_head
 
         head = head_from(plain, _files_of_head(folder), str(path))
         report_keys(path, unread_keys_of_head(plain), NOT_READ)

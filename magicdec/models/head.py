@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from magicdec.architectures.head_config import HeadConfig
 from magicdec.attention.base import Attention
-from magicdec.heads import HeadConfig
 from magicdec.models.kv_cache import KVCache, Place
 from magicdec.models.operators import Operators
 from magicdec.models.parallel import ALONE, Share

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from magicdec.architectures import ModelConfig
+from magicdec.architectures.model_config import ModelConfig
 from magicdec.attention.base import Attention, Shape
 from magicdec.attention.codes import Coded
 

@@ -10,7 +10,7 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from magicdec.errors import UserError
-from magicdec.rules import must, parse_json, parse_values
+from magicdec.inputs.rules import must, parse_json, parse_values
 
 # Of a JSON file; of a safetensors file's header it is the format's own limit.
 MAX_BYTES = 100_000_000

@@ -15,9 +15,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from magicdec.architectures import ModelConfig
+from magicdec.architectures.model_config import ModelConfig
 from magicdec.models.operators import Operators
-from magicdec.torch_names import all_gather_single
+from magicdec.models.torch_names import all_gather_single
 
 if TYPE_CHECKING:
     from magicdec.models.symmetric import SymmetricSums

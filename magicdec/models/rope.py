@@ -12,7 +12,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from magicdec.architectures import ModelConfig, RopeScaling
+from magicdec.architectures.model_config import ModelConfig, RopeScaling
 
 
 def rope_frequencies(config: ModelConfig) -> tuple[Tensor, float]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from magicdec.architectures import ModelConfig
+from magicdec.architectures.model_config import ModelConfig
 from magicdec.attention.base import Attention
 from magicdec.attention.sdpa import SdpaAttention
 from magicdec.models import passes

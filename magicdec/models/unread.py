@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from magicdec.architectures import ModelConfig
+from magicdec.architectures.model_config import ModelConfig
 from magicdec.errors import to_stderr
+from magicdec.inputs.rules import SHORT
 from magicdec.models.rope import rope_frequencies
 from magicdec.models.tensors import have_same_numbers, read_part
-from magicdec.rules import SHORT
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # That old versions of transformers have written.

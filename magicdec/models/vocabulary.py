@@ -7,10 +7,10 @@ from typing import Annotated, Any
 from pydantic import Strict
 from pydantic.dataclasses import dataclass
 
-from magicdec.architectures import ModelConfig, TokenId
+from magicdec.architectures.model_config import ModelConfig, TokenId
 from magicdec.errors import UserError
+from magicdec.inputs.rules import JSON, must
 from magicdec.models.metadata import read_json
-from magicdec.rules import JSON, must
 
 TOKENIZER = "tokenizer.json"
 # By which the embeddings of one family's models may differ, where a prediction reads no tokenizer.

@@ -11,8 +11,8 @@ from pydantic.dataclasses import dataclass
 from typing_extensions import override
 
 from magicdec.errors import UserError
+from magicdec.inputs.rules import JSON
 from magicdec.peers.base import Counts
-from magicdec.rules import JSON
 from magicdec.serving.request import Params, Request
 
 # Finish reasons of answers that are not whole.

@@ -14,10 +14,10 @@ import openai
 
 from magicdec.data.tokenizer import prefix_of
 from magicdec.errors import UserError, in_brief, to_stderr
+from magicdec.inputs.rules import parse_json
 from magicdec.peers.answer import EndpointFailed, EndpointRequest, Event
 from magicdec.peers.base import Address, Counts
 from magicdec.peers.events import DONE, data_of, words_of
-from magicdec.rules import parse_json
 from magicdec.serving.request import Params
 
 CONNECT_S = 10.0

@@ -62,7 +62,7 @@ def add_architecture(writer: gguf.GGUFWriter, config: dict) -> None:
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     writer.add_rope_dimension_count(head_dim)
-    # As in magicdec/hugging_face.py.
+    # As in magicdec/architectures/hugging_face.py.
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     writer.add_rope_freq_base(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])

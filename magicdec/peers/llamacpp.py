@@ -10,9 +10,9 @@ from typing_extensions import override
 from magicdec.config.registry import ENGINES
 from magicdec.config.schema import Config
 from magicdec.errors import UserError
+from magicdec.inputs.rules import STRICT
 from magicdec.peers.process import HERE, WorkerEngine, WorkerPeer
-from magicdec.peers.server import StartedServer
-from magicdec.rules import STRICT
+from magicdec.peers.started_server import StartedServer
 
 # Of an architecture, what gguf_file.py does not write; each is falsy in plain Llama.
 UNWRITTEN = ("rope_scaling", "qkv_bias", "output_bias", "qk_norm", "sliding_window")

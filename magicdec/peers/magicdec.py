@@ -13,9 +13,9 @@ from magicdec.config.load import override as typed
 from magicdec.config.registry import DRAFTS, ENGINES, read_keys
 from magicdec.config.schema import Config
 from magicdec.errors import UserError
+from magicdec.inputs.rules import STRICT
 from magicdec.peers.process import StartedEngine
-from magicdec.peers.server import StartedServer, as_arguments
-from magicdec.rules import STRICT
+from magicdec.peers.started_server import StartedServer, as_arguments
 from magicdec.version import VERSION
 
 MODEL = "served"  # the name under which the server has the model

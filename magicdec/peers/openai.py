@@ -19,8 +19,8 @@ from magicdec.config.choices import EngineConfig
 from magicdec.config.registry import ENGINES
 from magicdec.config.schema import Config
 from magicdec.errors import UserError
+from magicdec.inputs.rules import STRICT
 from magicdec.peers.base import Address, Servable
-from magicdec.rules import STRICT
 from magicdec.units import FREE
 
 INSTALL = "pip install 'magicdec[openai]'"

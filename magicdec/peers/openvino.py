@@ -7,8 +7,8 @@ from pydantic.dataclasses import dataclass
 from typing_extensions import override
 
 from magicdec.config.registry import ENGINES
+from magicdec.inputs.rules import STRICT
 from magicdec.peers.process import WorkerEngine, WorkerPeer
-from magicdec.rules import STRICT
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from magicdec.errors import UserError, exit_in_words, in_brief
-from magicdec.rules import parse
+from magicdec.inputs.rules import parse
 
 log = logging.getLogger(__name__)
 

@@ -19,11 +19,11 @@ from magicdec.config.choices import EngineConfig
 from magicdec.config.schema import Config
 from magicdec.drafts.ngram import PromptLookup
 from magicdec.errors import UserError, exit_in_words, in_brief, to_stderr
+from magicdec.inputs.rules import JSON, STRICT, must
 from magicdec.measure.metrics import RowTimes
 from magicdec.models import checkpoint
 from magicdec.peers.base import Counts, Peer, PeerGeneration, PeerSpec
 from magicdec.peers.pipe import ImportFailed, WorkerFailed, WorkerProcess, last_words
-from magicdec.rules import JSON, STRICT, must
 
 HERE = Path(__file__).parent
 MAIN = HERE / "worker.py"

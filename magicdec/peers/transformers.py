@@ -27,11 +27,11 @@ from magicdec.decoding.timers import Clock
 from magicdec.drafts.layer_skip import LayerSkip
 from magicdec.drafts.ngram import PromptLookup
 from magicdec.errors import UserError
-from magicdec.measure import memory
+from magicdec.inputs.rules import STRICT
+from magicdec.measure import memory_use
 from magicdec.measure.metrics import RowTimes
 from magicdec.models.quantize import quiet_torchao
 from magicdec.peers.base import Counts, Peer, PeerGeneration, PeerSpec
-from magicdec.rules import STRICT
 
 
 class TokenBursts(StoppingCriteria):
@@ -104,7 +104,7 @@ class TransformersPeer(Peer):
         torch.backends.cuda.matmul.allow_tf32 = False  # fp32 means fp32
         self.spec, self._kv_cache = spec, spec.engine.kv_cache
         self._device = torch.device(spec.hardware.device)
-        self._peak = memory.Peak(self._device)
+        self._peak = memory_use.Peak(self._device)
         self.target = self._load(spec.target)
         self.assistant = self._load(spec.draft_folder) if spec.draft_folder else None
 

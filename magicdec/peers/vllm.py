@@ -6,15 +6,15 @@ from typing import Any, Literal
 from pydantic.dataclasses import dataclass
 from typing_extensions import override
 
+from magicdec.architectures.head_config import HeadConfig
 from magicdec.config.registry import ENGINES
 from magicdec.config.schema import Config
 from magicdec.costmodel.speedup import omega
 from magicdec.drafts.ngram import PromptLookup
 from magicdec.errors import UserError
-from magicdec.heads import HeadConfig
+from magicdec.inputs.rules import STRICT
 from magicdec.peers.process import WorkerEngine, WorkerPeer
-from magicdec.peers.server import StartedServer, as_arguments
-from magicdec.rules import STRICT
+from magicdec.peers.started_server import StartedServer, as_arguments
 
 BLOCK = 128  # tokens of a block of its KV cache, at most
 # Libraries that its documentation recommends to preload on a CPU, where they are installed.

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from magicdec.architectures.modules_config import ModulesConfig
 from magicdec.attention.base import Attention
 from magicdec.config.registry import BACKENDS, CORPORA
 from magicdec.data import PromptRequest, Prompts, load_prompts
@@ -16,7 +17,6 @@ from magicdec.kernels import library, toolchain
 from magicdec.models import checkpoint
 from magicdec.models.parallel import Share, share
 from magicdec.models.transformer import Transformer
-from magicdec.modules import ModulesConfig
 from magicdec.planning import shared
 from magicdec.planning.resolved import Plan, PlannedModel
 from magicdec.tracking.progress import Progress
@@ -100,7 +100,7 @@ def without_weights(
     storage.
     """
     if isinstance(model.config, ModulesConfig):
-        from magicdec.models.adapter.load import without_storage
+        from magicdec.models.adapter.load_modules import without_storage
 
         return without_storage(model.config, plan.dtype, attention)
     config = part.config(model.config)
@@ -147,14 +147,14 @@ def _load_modules(
     model: PlannedModel, config: ModulesConfig, plan: Plan, attention: Attention, progress: Progress
 ) -> Transformer:
     """Load transformers' modules onto this device."""
-    from magicdec.models.adapter import load
+    from magicdec.models.adapter import load_modules
 
     where = (config, plan.dtype, plan.device, attention, plan.longest)
     with progress.task(f"loading {model.key}", total=None):
         if model.folder is None:
-            transformer = load.random(*where)
+            transformer = load_modules.random(*where)
         else:
-            transformer = load.load(model.folder, *where)
+            transformer = load_modules.load(model.folder, *where)
     if plan.config.hardware.compile:
         transformer.compile_layers()
     return transformer

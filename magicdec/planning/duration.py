@@ -11,12 +11,12 @@ import torch
 from magicdec.config.registry import DRAFTS
 from magicdec.config.schema import Compare
 from magicdec.costmodel.hardware import device_in
-from magicdec.costmodel.predict import predict
+from magicdec.costmodel.prediction import predict
 from magicdec.costmodel.roofline import step_time
 from magicdec.costmodel.round import Setup
 from magicdec.errors import UserError
 from magicdec.measure.ceilings import matmul_rate, read_bandwidth
-from magicdec.planning.prediction import curves
+from magicdec.planning.acceptances import curves
 from magicdec.planning.resolved import Plan
 from magicdec.planning.setup import setup_of
 from magicdec.planning.shared import prefill_key

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from magicdec.config.registry import BACKENDS
 from magicdec.config.schema import BatchConfig
-from magicdec.costmodel.memory import Memory
+from magicdec.costmodel.memory_estimate import Memory
 from magicdec.errors import UserError
-from magicdec.measure import memory
+from magicdec.measure import memory_use
 from magicdec.measure.footprint import Footprint, UniformAttention, footprint, largest_batch
 from magicdec.models.parallel import Share
 from magicdec.models.transformer import Transformer
@@ -34,7 +34,7 @@ def estimate(plan: Plan, num_rows: int, context_len: int) -> Memory:
     batch = held(plan, num_rows, context_len)
     if plan.predicts:
         return batch
-    workspace, caches = memory.workspace_bytes(plan.device), batch.target_kv + batch.draft_kv
+    workspace, caches = memory_use.workspace_bytes(plan.device), batch.target_kv + batch.draft_kv
     if not plan.config.scenario.serves:
         rehearsed = _footprint(plan, num_rows, context_len)
         captured = rehearsed.of_rounds if plan.config.hardware.captures else 0
@@ -73,10 +73,10 @@ def check(plan: Plan, num_rows: int, context_len: int) -> Memory | None:
     rehearsal.
     """
     shared.SHARED.keep_only(shared.keys(plan))
-    available = memory.available_bytes(plan.device) + shared.SHARED.num_bytes
+    available = memory_use.available_bytes(plan.device) + shared.SHARED.num_bytes
     if plan.device.type == "cpu":
         available //= plan.num_ranks
-    available -= memory.reserved_bytes(plan.device)
+    available -= memory_use.reserved_bytes(plan.device)
     if AMPLE * held(plan, num_rows, context_len).total + SPARE <= available:
         return None
     estimated = estimate(plan, num_rows, context_len)
@@ -138,4 +138,4 @@ def _memory_bytes(plan: Plan) -> float:
     if plan.predicts:
         return setup_of(plan).hardware.device.memory
     ranks = plan.num_ranks if plan.device.type == "cpu" else 1  # which share the memory
-    return FILLED * memory.total_bytes(plan.device) / ranks
+    return FILLED * memory_use.total_bytes(plan.device) / ranks

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from magicdec.architectures import ModelConfig
+from magicdec.architectures.model_config import ModelConfig
 from magicdec.config.choices import ModelChoice
 from magicdec.costmodel.targets import folder_name, from_values, is_own_path, option, options
 from magicdec.errors import UserError

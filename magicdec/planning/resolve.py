@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from magicdec.architectures import ModelConfig, check_ranks
+from magicdec.architectures.model_config import ModelConfig, check_ranks
 from magicdec.attention import backends
 from magicdec.config.checks import check_length
 from magicdec.config.registry import BACKENDS, CORPORA, ENGINES

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from magicdec import data
-from magicdec.architectures import ModelConfig
+from magicdec.architectures.model_config import ModelConfig
 from magicdec.config.registry import ENGINES
 from magicdec.config.schema import Config
 from magicdec.measure.system import driver_version

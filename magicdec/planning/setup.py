@@ -7,7 +7,7 @@ from dataclasses import replace
 from magicdec.config.choices import DraftConfig
 from magicdec.config.registry import DRAFTS
 from magicdec.costmodel.hardware import CPU, OWN_STACK, Hardware, configured, device_in, unknown
-from magicdec.costmodel.memory import Memory, memory
+from magicdec.costmodel.memory_estimate import Memory, memory
 from magicdec.costmodel.roofline import BF16
 from magicdec.costmodel.round import Setup
 from magicdec.errors import UserError

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
-from magicdec.measure import memory
+from magicdec.measure import memory_use
 
 if TYPE_CHECKING:  # a prediction does not wait for the modules of an engine
     from magicdec.models.kv_cache import KVCache
@@ -90,7 +90,7 @@ class Shared:
         if prefilled is None or prefilled.cache.capacity == capacity:
             return prefilled
         num_bytes = prefilled.cache.num_bytes * capacity // prefilled.cache.capacity
-        available = memory.available_bytes(prefilled.cache.k_LBKSD.device)
+        available = memory_use.available_bytes(prefilled.cache.k_LBKSD.device)
         if available < num_bytes:  # for two caches at once
             return None
         return Prefilled(prefilled.cache.resized(capacity), prefilled.last_BE, prefilled.seconds)
@@ -100,7 +100,7 @@ class Shared:
         cache = prefilled.cache
         has_room = (
             num_batches == 1
-            or memory.available_bytes(cache.k_LBKSD.device) > cache.num_bytes * num_batches
+            or memory_use.available_bytes(cache.k_LBKSD.device) > cache.num_bytes * num_batches
         )
         if self._level == "prefill" and has_room:
             self._kept[key] = prefilled

@@ -24,12 +24,12 @@ from magicdec.measure.trust import BASELINE, noise, slowness
 from magicdec.planning.shared import SHARED
 from magicdec.scenarios.outcome import Outcome
 from magicdec.scenarios.resume import Found, look_up, of_store
-from magicdec.tracking import sweep, table
+from magicdec.tracking import run_table, sweep
 from magicdec.tracking.console import Console
-from magicdec.tracking.identity import run_id
 from magicdec.tracking.lock import Busy, locked
 from magicdec.tracking.progress import Follow, Progress, progress
 from magicdec.tracking.reader import attempts, iter_runs, read_result
+from magicdec.tracking.run_id import run_id
 from magicdec.tracking.store import Run, explained, software
 from magicdec.tracking.sweep import Job
 from magicdec.tracking.trackers import Live, chosen, is_logged, log_run
@@ -88,7 +88,9 @@ def run(config: Config, job: Job) -> dict[str, Any]:
             this.annotate(_judged(scenario, plan, this, name))
         logged = log_run(this.folder, settings, this.result)
     console = Console(file=sys.stdout)
-    table.show(console, settings, this.result, this.folder, logged, outcome.history, outcome.view)
+    run_table.show(
+        console, settings, this.result, this.folder, logged, outcome.history, outcome.view
+    )
     return this.result
 
 
@@ -141,9 +143,9 @@ def _losses(plan: "Plan") -> list[str]:
     if not plan.config.adds_repeats or plan.device.type == "cpu":
         return []
     # Here, because most runs need no cost model before they have ended.
-    from magicdec.planning import prediction
+    from magicdec.planning import acceptances
 
-    line = prediction.warning(plan)
+    line = acceptances.warning(plan)
     return [line] if line else []
 
 
@@ -345,7 +347,7 @@ def _scenario(config: Config) -> Scenario:
     """Import the scenario that was chosen, and no other."""
     name: str = config.scenario.name
     if config.engine.name != "native":
-        name = {"serve": "endpoint", "profile": "outside"}.get(name, "peer")
+        name = {"serve": "serve_endpoint", "profile": "outside"}.get(name, "peer")
     return cast(Scenario, import_module(f"magicdec.scenarios.{name}"))
 
 

@@ -14,23 +14,23 @@ from typing import TYPE_CHECKING
 from magicdec.config.schema import Compare
 from magicdec.data import Prompts
 from magicdec.drafts.base import Draft
-from magicdec.engine.audit import Audit, audit
 from magicdec.engine.decoder import Decoder, Generation
 from magicdec.engine.native import Batch, NativeEngine, warm_up
-from magicdec.measure import memory, metrics
+from magicdec.engine.output_audit import Audit, audit
+from magicdec.measure import memory_use, metrics
 from magicdec.measure.ceilings import read_bandwidth
 from magicdec.measure.metrics import Metrics
-from magicdec.measure.profile import profile_round
+from magicdec.measure.round_profile import profile_round
 from magicdec.measure.system import Interference, Watch
 from magicdec.measure.trust import is_impossible
 from magicdec.planning import build
 from magicdec.planning.resolved import Plan
 from magicdec.planning.shared import SHARED, Prefilled, prefill_key
-from magicdec.scenarios.figures import Figures, repeat_line
 from magicdec.scenarios.outcome import Outcome
 from magicdec.scenarios.points import Points
 from magicdec.scenarios.repeats import Goal
-from magicdec.scenarios.units import Stored, Unit
+from magicdec.scenarios.run_figures import Figures, repeat_line
+from magicdec.scenarios.stored_units import Stored, Unit
 from magicdec.tracking.progress import Progress
 from magicdec.units import GIB
 
@@ -86,7 +86,7 @@ def run(plan: Plan, run: "Run", progress: Progress) -> Outcome:
     batches = range(plan.config.batch.num_batches)
     tokenizer = build.tokenizer(plan)
     session = Session.of(plan, run, build.prompts(plan, tokenizer), progress)
-    peak, gpu = memory.Peak(plan.device, SHARED.num_bytes), Watch(plan.device)
+    peak, gpu = memory_use.Peak(plan.device, SHARED.num_bytes), Watch(plan.device)
     profile: Metrics = {} if run.before else run.earlier(PROFILED)
     engine = build.engine(plan, progress)
     for number in batches:
@@ -125,7 +125,7 @@ def run(plan: Plan, run: "Run", progress: Progress) -> Outcome:
 def prediction_of(plan: Plan, results: Metrics) -> Metrics:
     """Return what the formula and the cost model say of a run that has been measured."""
     # Here, because measuring must not wait for them.
-    from magicdec.scenarios.predicted import predicted
+    from magicdec.scenarios.prediction_errors import predicted
 
     return predicted(plan, results)
 
@@ -230,7 +230,7 @@ def _roofline(plan: Plan, batch: Batch, measured: Metrics) -> Metrics:
     )
     target = batch.decoder.target  # one rank's share, as the bandwidth is one device's
     rows, gamma = batch.decoder.cache.num_rows, batch.draft.gamma if batch.draft else 0
-    kv = memory.kv_bytes(target.config, int(batch.decoder.state.prompt_len_B.sum()), plan.dtype)
+    kv = memory_use.kv_bytes(target.config, int(batch.decoder.state.prompt_len_B.sum()), plan.dtype)
     result: Metrics = {"roofline/bandwidth_gbs": bandwidth / 1e9}
     for name, num_tokens in (("target_decode", rows), ("verify", rows * (gamma + 1))):
         if f"time/{name}_ms" in measured:
@@ -241,7 +241,7 @@ def _roofline(plan: Plan, batch: Batch, measured: Metrics) -> Metrics:
     return result
 
 
-def _memory(batch: Batch, peak: memory.Peak) -> Metrics:
+def _memory(batch: Batch, peak: memory_use.Peak) -> Metrics:
     return {
         "memory/peak_gib": peak.num_bytes / GIB,
         "memory/target_kv_gib": batch.decoder.cache.num_bytes / GIB,

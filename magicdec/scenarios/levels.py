@@ -21,10 +21,10 @@ from magicdec.data import Prompts
 from magicdec.measure.metrics import Metrics, by_category
 from magicdec.planning import build
 from magicdec.planning.resolved import Plan
-from magicdec.serving.load import Load, RequestSpec, latency_metrics, load_metrics
+from magicdec.serving.load_generator import Load, RequestSpec, latency_metrics, load_metrics
 from magicdec.serving.request import Params, Request
 from magicdec.tracking.cells import new_table, three_digits
-from magicdec.tracking.table import (
+from magicdec.tracking.run_table import (
     categories,
     described_context,
     described_data,

@@ -8,11 +8,11 @@ import torch
 
 from magicdec.data.base import Prompts, fingerprint
 from magicdec.data.tokenizer import Detokenizer
-from magicdec.engine.audit import Audit
+from magicdec.engine.output_audit import Audit
 from magicdec.measure import metrics
 from magicdec.measure.metrics import Metrics
 from magicdec.planning.resolved import Plan
-from magicdec.tracking.files import by_round
+from magicdec.tracking.run_files import by_round
 
 NUM_SAMPLES = 4  # rows whose text is logged
 SAMPLE_PROMPT_TOKENS = 64  # the end of their prompts

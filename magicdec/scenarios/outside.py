@@ -33,8 +33,8 @@ from magicdec.scenarios.outcome import Outcome
 from magicdec.scenarios.peer import load
 from magicdec.serving.request import Params
 from magicdec.tracking.progress import Progress
+from magicdec.tracking.run_table import described_models, grid
 from magicdec.tracking.store import Run
-from magicdec.tracking.table import described_models, grid
 from magicdec.units import FREE, WAYS
 from magicdec.verification.sampling import Sampling
 

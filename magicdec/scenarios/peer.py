@@ -7,7 +7,7 @@ from typing import Any
 
 from magicdec.config.registry import ENGINES
 from magicdec.config.schema import Compare
-from magicdec.measure import memory, metrics
+from magicdec.measure import memory_use, metrics
 from magicdec.measure.metrics import Metrics
 from magicdec.measure.system import Watch
 from magicdec.peers.base import Counts, Peer, PeerGeneration, PeerSpec
@@ -91,7 +91,7 @@ def load(plan: Plan, gamma: int | None = None, **changes: Any) -> Any:
         "cache": c.cache,
         "draft_folder": str(plan.draft.folder) if plan.draft else None,
         "gamma": gamma,
-        "kv_bytes_per_token": sum(memory.kv_bytes(model, 1, plan.dtype) for model in models),
+        "kv_bytes_per_token": sum(memory_use.kv_bytes(model, 1, plan.dtype) for model in models),
     }
     return ENGINES[c.engine.name].work(PeerSpec(**settings | changes))
 

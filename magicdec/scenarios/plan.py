@@ -11,7 +11,6 @@ from pathlib import Path
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from magicdec.commands import command_line
 from magicdec.config.choices import DraftConfig
 from magicdec.config.schema import Config, Search, check_is_read
 from magicdec.costmodel.planner import (
@@ -22,16 +21,17 @@ from magicdec.costmodel.planner import (
     experiment_yaml,
     search,
 )
-from magicdec.costmodel.predict import pays_from, predict
+from magicdec.costmodel.prediction import pays_from, predict
 from magicdec.costmodel.round import Setup
 from magicdec.errors import UserError
-from magicdec.planning.prediction import assumed_alpha, cache_named, curves, draft_named
+from magicdec.planning.acceptances import assumed_alpha, cache_named, curves, draft_named
 from magicdec.planning.resolve import check_vocabulary
 from magicdec.planning.resolved import Plan
 from magicdec.planning.setup import setup_of
+from magicdec.scenarios.engine_schedule import outcome, predicted_schedule
 from magicdec.scenarios.outcome import Outcome
 from magicdec.scenarios.predict import prepare as prepare_prediction
-from magicdec.scenarios.schedules import outcome, predicted_schedule
+from magicdec.shell import command_line
 from magicdec.tracking.cells import new_table
 from magicdec.tracking.progress import Progress
 from magicdec.tracking.store import Run, shown

@@ -11,10 +11,10 @@ from rich.table import Table
 from magicdec.config.schema import Config, Predict
 from magicdec.costmodel.acceptance import task_of
 from magicdec.costmodel.comparison import published
-from magicdec.costmodel.predict import Prediction, pays_from, verdict
-from magicdec.costmodel.predict import predict as predict_setup
+from magicdec.costmodel.prediction import Prediction, pays_from, verdict
+from magicdec.costmodel.prediction import predict as predict_setup
 from magicdec.costmodel.round import round_times
-from magicdec.planning.prediction import assumed_alpha, curves
+from magicdec.planning.acceptances import assumed_alpha, curves
 from magicdec.planning.resolve import resolve
 from magicdec.planning.resolved import Plan
 from magicdec.planning.setup import setup_of

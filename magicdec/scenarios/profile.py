@@ -9,9 +9,9 @@ from itertools import product
 from magicdec.config.schema import Profile
 from magicdec.data import PromptRequest, load_prompts
 from magicdec.engine.native import NativeEngine, warm_up
-from magicdec.measure import memory
+from magicdec.measure import memory_use
 from magicdec.measure.metrics import Metrics
-from magicdec.measure.profile import profile_round
+from magicdec.measure.round_profile import profile_round
 from magicdec.planning import build
 from magicdec.planning.resolved import Plan
 from magicdec.scenarios.outcome import Outcome
@@ -25,7 +25,7 @@ def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
     history.
     """
     scenario = plan.config.settings(Profile)
-    peak = memory.Peak(plan.device)
+    peak = memory_use.Peak(plan.device)
     engine = build.engine(plan, progress)
     points = list(product(scenario.batch_sizes, scenario.context_lens, scenario.gammas))
     history: list[dict] = []

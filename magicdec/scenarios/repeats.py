@@ -10,7 +10,7 @@ from typing import Any
 from magicdec.config.schema import Compare
 from magicdec.measure.intervals import half_width, speedup_wall
 from magicdec.measure.metrics import Times
-from magicdec.scenarios.units import Repeats, Unit
+from magicdec.scenarios.stored_units import Repeats, Unit
 from magicdec.units import WAYS
 
 FIRST = 5  # repeats, before an interval decides whether there are more

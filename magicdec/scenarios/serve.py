@@ -15,7 +15,7 @@ from magicdec.config.schema import Serve
 from magicdec.data.tokenizer import load_tokenizer
 from magicdec.engine.native import NativeEngine
 from magicdec.errors import UserError, to_stderr
-from magicdec.measure import memory
+from magicdec.measure import memory_use
 from magicdec.measure.intervals import acceptance_intervals
 from magicdec.measure.metrics import Metrics, Rounds, acceptance, category_acceptance
 from magicdec.planning import build, fits
@@ -32,10 +32,10 @@ from magicdec.scenarios.levels import (
 from magicdec.scenarios.outcome import Outcome
 from magicdec.scenarios.outputs import Outputs, lossless
 from magicdec.serving.engine import AsyncEngine
-from magicdec.serving.load import Load, LoadSearch, RequestSpec, under_load
+from magicdec.serving.load_generator import Load, LoadSearch, RequestSpec, under_load
 from magicdec.serving.request import Request
 from magicdec.serving.scheduler import Scheduler
-from magicdec.serving.shared import SharedSlots
+from magicdec.serving.shared_slots import SharedSlots
 from magicdec.serving.slots import Slots
 from magicdec.tracking.progress import Progress
 from magicdec.tracking.store import Run
@@ -49,7 +49,7 @@ def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
     config = plan.config
     scenario = config.settings(Serve)
     prompts = prompts_of(plan, build.tokenizer(plan))
-    peak = memory.Peak(plan.device)
+    peak = memory_use.Peak(plan.device)
     engine = build.engine(plan, progress)
     levels = Levels(plan, run, engine, jobs_of(plan, prompts), prompts.categories, progress, peak)
     ways = WAYS if engine.draft.name != "none" else WAYS[:1]
@@ -88,7 +88,7 @@ class Levels:
     jobs: list[RequestSpec]
     categories: Sequence[str]  # of the jobs; empty: they have none
     progress: Progress
-    peak: memory.Peak
+    peak: memory_use.Peak
     history: list[dict[str, Any]] = field(default_factory=list)
     # The tokens of the last level, by way.
     written: dict[str, list[list[int]]] = field(default_factory=dict)
@@ -184,7 +184,7 @@ def _level_metrics(
     return result | lossless(plan, before, after)
 
 
-def _memory(slots: Slots, peak: memory.Peak) -> Metrics:
+def _memory(slots: Slots, peak: memory_use.Peak) -> Metrics:
     batches = (slots.batch, slots.single)
     return {
         "memory/peak_gib": peak.num_bytes / GIB,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from magicdec.errors import UserError
-from magicdec.tracking import files
+from magicdec.tracking import run_files
 from magicdec.tracking.lock import is_locked
 
 LOG = "log.txt"  # of a run, in its folder
@@ -56,10 +56,10 @@ def load_run(folder: str | Path) -> dict[str, Any]:
     interrupted. The configurations of several runs may share parts: do not change them.
     """
     folder = Path(folder)
-    result = files.read_result(folder / RESULT)
+    result = run_files.read_result(folder / RESULT)
     if not result:
         return {}
-    config = files.read_config(folder / "config.yaml")
+    config = run_files.read_config(folder / "config.yaml")
     if result["status"] == "running" and not is_locked(folder_of_lock(folder.absolute())):
         result |= {"status": "failed", "kind": "interrupted", "reason": lost(result)}
     return result | {"id": folder.absolute().name, "folder": str(folder), "config": config}
@@ -125,13 +125,13 @@ def read_result(folder: Path) -> dict[str, Any]:
     """Return what result.json holds; {} where there is none, or none that can be read, which is
     logged.
     """
-    return _or_empty(files.read_result, folder / RESULT)
+    return _or_empty(run_files.read_result, folder / RESULT)
 
 
 def _or_empty(read: Callable[[Path], dict[str, Any]], path: Path) -> dict[str, Any]:
     """Return what `read` returns; {}, with a line in the log, for a run whose files are damaged."""
     try:
         return read(path)
-    except files.Damaged as damage:
-        files.warn(f"{damage}; the run is left out")
+    except run_files.Damaged as damage:
+        run_files.warn(f"{damage}; the run is left out")
         return {}

@@ -33,7 +33,7 @@ from typing_extensions import override
 from magicdec import threads
 from magicdec.config.registry import PACKAGE, PLUGINS
 from magicdec.errors import StorageError
-from magicdec.fingerprint import of_code
+from magicdec.inputs.fingerprint import of_code
 from magicdec.tracking.lock import Busy, locked
 from magicdec.tracking.reader import LOG, attempts, folder_of_lock, lost, number_of, read_result
 from magicdec.version import VERSION

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from magicdec.errors import JobFailed, to_stderr
-from magicdec.tracking.files import JOB_LINE, JobLine, read_lines
+from magicdec.tracking.run_files import JOB_LINE, JobLine, read_lines
 
 JOBS = "jobs.jsonl"
 # Before the name of a sweep, in that of its folder.

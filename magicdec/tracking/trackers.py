@@ -16,8 +16,10 @@ from typing import Any, Protocol, cast
 from magicdec.config.registry import has_cache
 from magicdec.costmodel.targets import model_label
 from magicdec.errors import UserError, in_one_line
-from magicdec.rules import did_you_mean
-from magicdec.tracking.files import ROW, read_lines
+from magicdec.inputs import plugins
+from magicdec.inputs.rules import did_you_mean
+from magicdec.tracking import loggers
+from magicdec.tracking.run_files import ROW, read_lines
 from magicdec.units import LOADS
 
 log = logging.getLogger(__name__)
@@ -26,7 +28,6 @@ Line = Mapping[str, Any]
 Settings = Mapping[str, Any]  # a run's configuration, as config.yaml holds it
 # The x axis of a row of numbers that has one of these.
 STEP_KEYS = ("round", "live/seconds", *LOADS, "system/seconds")
-TRACKERS = {"wandb": "magicdec.tracking.wandb", "tensorboard": "magicdec.tracking.tensorboard"}
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class Logged:
 
 
 class Tracker(Protocol):
-    """A module that logs runs with one library. An entry of TRACKERS makes it known."""
+    """A module that logs runs with one library. It is one of magicdec/tracking/loggers/."""
 
     NAME: str  # for people
     IMPORTS: tuple[str, ...]  # modules that `log_run` imports, for launchers that start many runs
@@ -109,13 +110,12 @@ class Tracker(Protocol):
 def chosen(config: Settings) -> Iterator[Tracker]:
     """Import the trackers that a configuration names."""
     names = config.get("tracker", "wandb")  # runs of earlier versions have no such key
+    trackers = plugins.built_in(loggers)
     for name in [names] if isinstance(names, str) else names or ():
-        if name not in TRACKERS:
-            raise UserError(
-                f"tracker={name}: must be one of"
-                f" {', '.join(TRACKERS)}{did_you_mean(name, TRACKERS)}"
-            )
-        yield cast(Tracker, import_module(TRACKERS[name]))
+        if name not in trackers:
+            hint = did_you_mean(name, trackers)
+            raise UserError(f"tracker={name}: must be one of {', '.join(trackers)}{hint}")
+        yield cast(Tracker, import_module(f"{loggers.__name__}.{name}"))
 
 
 class Live:

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from magicdec.architectures import ModelConfig
+from magicdec.architectures.model_config import ModelConfig
 from magicdec.cache.streaming import Streaming, StreamingCache
 from magicdec.cache.window import WindowCache
 from magicdec.config.choices import CacheSpec

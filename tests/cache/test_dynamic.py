@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from magicdec.architectures import ModelConfig
+from magicdec.architectures.model_config import ModelConfig
 from magicdec.attention.sdpa import SdpaAttention
 from magicdec.cache.dynamic import DynamicCache
 from magicdec.cache.quest import Quest, QuestCache

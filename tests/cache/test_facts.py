@@ -5,11 +5,11 @@ out.
 import pytest
 import torch
 
-from magicdec.architectures import ModelConfig
+from magicdec.architectures.model_config import ModelConfig
 from magicdec.config.choices import CacheSpec, ModelChoice
 from magicdec.config.registry import POLICIES
 from magicdec.costmodel.hardware import hardware_named
-from magicdec.costmodel.memory import memory
+from magicdec.costmodel.memory_estimate import memory
 from magicdec.costmodel.round import Setup
 from magicdec.drafts.layer_skip import LayerSkip
 from magicdec.drafts.model import IndependentModel

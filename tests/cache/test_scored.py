@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from magicdec.architectures import ModelConfig
+from magicdec.architectures.model_config import ModelConfig
 from magicdec.cache.h2o import H2O, H2OCache
 from magicdec.cache.pyramidkv import PyramidKV, PyramidKVCache
 from magicdec.cache.snapkv import SnapKV, SnapKVCache

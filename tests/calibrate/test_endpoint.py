@@ -5,10 +5,11 @@ import sys
 import pytest
 import yaml
 
-from magicdec.calibrate import command, steps
-from magicdec.calibrate.endpoint import measure_server
+from magicdec.calibrate import steps
+from magicdec.calibrate.bursts import measure_server
+from magicdec.commands import calibrate
 from magicdec.errors import UserError
-from magicdec.http import app as http
+from magicdec.http import app
 from magicdec.serving.engine import AsyncEngine
 from magicdec.serving.scheduler import Scheduler
 from magicdec.serving.slots import Slots
@@ -26,7 +27,7 @@ GRID = ["scenario.concurrencies=[2,1]", "scenario.length_shares=[0.5,1.0]", "bat
 def test_our_server(parts, capsys):
     engine, tokenizer = parts
     serving = AsyncEngine(Scheduler(Slots(engine, 2, 128), False))
-    with listening(http.create_app(serving, tokenizer, "tiny"), serving, grace_s=0) as (_, port):
+    with listening(app.create_app(serving, tokenizer, "tiny"), serving, grace_s=0) as (_, port):
         arguments = [
             "--url",
             f"http://127.0.0.1:{port}/v1",
@@ -36,9 +37,9 @@ def test_our_server(parts, capsys):
             "hardware=cpu",
             *GRID,
         ]
-        assert command.main([*arguments, "batch.generate_len=16"]) == 0
+        assert calibrate.main([*arguments, "batch.generate_len=16"]) == 0
     assert "held back" in capsys.readouterr().out
-    text = (command.OPTIONS / "own.yaml").read_text()
+    text = (calibrate.OPTIONS / "own.yaml").read_text()
     assert text.startswith(
         f"# tiny at http://127.0.0.1:{port}/v1: 4 points. Written by: magicdec calibrate\n"
     )
@@ -98,7 +99,7 @@ def test_a_key_comes_from_the_environment(monkeypatch):
 )
 def test_servers_that_cannot_be_calibrated(behaviour, overrides, said, capsys):
     with standing_in(**behaviour) as (_, url):
-        assert command.main(["--url", url, *overrides, "engine.retries=0", *GRID]) == 2
+        assert calibrate.main(["--url", url, *overrides, "engine.retries=0", *GRID]) == 2
     line = capsys.readouterr().err.splitlines()[-1]
     assert line.startswith(f"error: engine.url={url}: ")
     assert said in line
@@ -127,6 +128,6 @@ def test_what_is_refused_before_anything_is_sent(url, overrides, said):
 
 
 def test_without_the_client_it_says_what_to_install(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "magicdec.calibrate.endpoint", None)  # as an import that fails
-    assert command.main(["--url", "http://127.0.0.1/v1", *NAMED]) == 2
+    monkeypatch.setitem(sys.modules, "magicdec.calibrate.bursts", None)  # as an import that fails
+    assert calibrate.main(["--url", "http://127.0.0.1/v1", *NAMED]) == 2
     assert "needs OpenAI's client: pip install 'magicdec[openai]'" in capsys.readouterr().err

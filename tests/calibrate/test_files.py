@@ -6,8 +6,8 @@ from itertools import product
 import pytest
 import yaml
 
-from magicdec.calibrate import command
-from magicdec.calibrate.files import of_results
+from magicdec.calibrate.result_files import of_results
+from magicdec.commands import calibrate
 from magicdec.config.load import compose, to_dict
 from magicdec.config.schema import Efficiency
 from magicdec.costmodel.hardware import configured
@@ -58,7 +58,7 @@ def load(users, prompt):
 
 
 def written(name):
-    return yaml.safe_load((command.OPTIONS / f"{name}.yaml").read_text())["efficiency"]
+    return yaml.safe_load((calibrate.OPTIONS / f"{name}.yaml").read_text())["efficiency"]
 
 
 def test_a_server_is_found_from_its_load(tmp_path, capsys):
@@ -66,7 +66,7 @@ def test_a_server_is_found_from_its_load(tmp_path, capsys):
     for users, prompt in product((1, 8, 64), (500, 8000)):
         (tmp_path / f"{users}-{prompt}.json").write_text(json.dumps(load(users, prompt)))
     files = sorted(map(str, tmp_path.glob("*.json")))
-    assert command.main(["--name", "served", "--results", *files, *NAMED]) == 0
+    assert calibrate.main(["--name", "served", "--results", *files, *NAMED]) == 0
     shown = capsys.readouterr().out
     assert "held back" in shown
     assert "T_D" not in shown
@@ -120,7 +120,7 @@ def profile_run(folder, grid):
 
 def test_a_machine_is_found_from_a_profile(tmp_path, capsys):
     profile_run(tmp_path / "run", [(b, s, 3) for b in (4, 32) for s in (4000, 32_000)])
-    assert command.main(["--results", "run/result.json", "--name", "mine"]) == 0
+    assert calibrate.main(["--results", "run/result.json", "--name", "mine"]) == 0
     assert "held back" in capsys.readouterr().out
     assert written("mine")["bandwidth_fraction"] == pytest.approx(
         TRUTH["bandwidth_fraction"], rel=0.05
@@ -206,6 +206,6 @@ def test_levels_that_say_nothing_about_a_step_are_refused(tmp_path, changes, sai
 def test_mistakes_are_one_line(tmp_path, capsys, arguments, words):
     (tmp_path / "conf" / "hardware").mkdir(parents=True)
     (tmp_path / "conf" / "hardware" / "taken.yaml").write_text("name: cpu\n")
-    assert command.main(arguments) == 2
+    assert calibrate.main(arguments) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert words in line

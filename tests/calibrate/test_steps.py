@@ -2,7 +2,8 @@
 
 import pytest
 
-from magicdec.calibrate import command, steps
+from magicdec.calibrate import steps
+from magicdec.commands import calibrate
 from magicdec.config.load import compose
 from magicdec.planning.resolve import resolve
 from magicdec.planning.setup import setup_of
@@ -13,7 +14,7 @@ def test_this_machine_is_calibrated_in_a_few_steps(here, monkeypatch, capsys):
     monkeypatch.setitem(steps.GRIDS, "cpu", ((1, 2), (256, 512), (2,)))
     monkeypatch.setattr(steps, "BUDGET", 64)
     for _ in range(2):  # it may replace what it wrote itself
-        assert command.main(["target=tiny", "hardware=cpu"]) == 0
+        assert calibrate.main(["target=tiny", "hardware=cpu"]) == 0
     assert "conf/hardware/calibrated.yaml: predictions take it" in capsys.readouterr().out
     keys = [
         "scenario=predict",

@@ -8,7 +8,7 @@ import pytest
 from hydra import compose as hydra_compose
 from omegaconf import DictConfig, OmegaConf
 
-from magicdec.architectures import ModelConfig, RopeScaling
+from magicdec.architectures.model_config import ModelConfig, RopeScaling
 from magicdec.config import options
 from magicdec.config.checks import refuse_unread, unread, validate, warnings
 from magicdec.config.hydra_versions import initialized

@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from magicdec import cli
-from magicdec.config import json_schema
-from magicdec.config.json_schema import schemas
+from magicdec.commands import schema as json_schema
+from magicdec.commands.schema import schemas
 from tests.programs import ROOT
 
 CONF = ROOT / "conf"
@@ -80,7 +80,7 @@ def test_what_hydra_fills_in_is_admitted(validators, group, text):
 
 def test_the_command_writes_them_and_the_setting_of_an_editor(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(json_schema, "schemas", lambda: {"cache": {"type": "object"}, "config": {}})
-    assert cli.COMMANDS["schema"] == [json_schema.__name__]
+    assert cli.COMMANDS["schema"] == json_schema.__name__
     assert json_schema.main([str(tmp_path / "new")]) == 0
     setting = json.loads(capsys.readouterr().out)["yaml.schemas"]
     assert {Path(file).name: glob for file, glob in setting.items()} == {

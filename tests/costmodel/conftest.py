@@ -2,7 +2,7 @@ from dataclasses import fields
 
 import pytest
 
-from magicdec.architectures import ModelConfig
+from magicdec.architectures.model_config import ModelConfig
 from magicdec.config.registry import POLICIES
 from magicdec.config.schema import Efficiency
 from magicdec.costmodel.hardware import DEVICES, STACKS, Hardware, hardware_named

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from magicdec.calibrate.files import profile_rows
-from magicdec.costmodel import hardware as h
+from magicdec.calibrate.result_files import profile_rows
+from magicdec.costmodel import hardware
 from magicdec.costmodel.calibration import calibrate, to_yaml, uncalibrated
 from magicdec.costmodel.round import round_times
 from magicdec.costmodel.tables import Row
@@ -119,7 +119,7 @@ def test_the_file_it_writes_is_read_back(model, machine):
     text = to_yaml(machine(8, "H100"), ["Where it comes from."])
     assert text.startswith("# Where it comes from.\n")
     content = yaml.safe_load(text)
-    assert h.Efficiency(**content["efficiency"]) == machine(8, "H100").efficiency
+    assert hardware.Efficiency(**content["efficiency"]) == machine(8, "H100").efficiency
     assert (content["hardware"], content["stack"]) == ("8xH100", "magicdec")
 
 

@@ -4,9 +4,9 @@ import pytest
 import yaml
 
 from magicdec.config.schema import CONF
-from magicdec.costmodel import hardware as h
+from magicdec.costmodel import hardware
 from magicdec.errors import UserError
-from magicdec.rules import parse
+from magicdec.inputs.rules import parse
 
 
 @pytest.mark.parametrize(
@@ -14,7 +14,7 @@ from magicdec.rules import parse
     [("8xA100", 8, "A100"), ("4xl40", 4, "L40"), ("h200", 1, "H200"), ("1xH100", 1, "H100")],
 )
 def test_names_are_counts_and_devices(name, count, device):
-    machine = h.hardware_named(name)
+    machine = hardware.hardware_named(name)
     assert (machine.count, machine.device.name) == (count, device)
 
 
@@ -23,18 +23,20 @@ def test_unknown_hardware_is_named_with_what_is_valid(name):
     with pytest.raises(
         UserError, match=f"hardware={name} is not known.*a100_pcie.*h100, h100_pcie.*h200_nvl, l40"
     ):
-        h.hardware_named(name)
+        hardware.hardware_named(name)
 
 
 def test_a_calibrated_device_in_another_count_keeps_its_calibration_and_another_stack_may_be_named():  # noqa: E501
-    assert h.hardware_named("2xA100").efficiency == h.hardware_named("8xA100").efficiency
-    assert h.hardware_named("2xA100").note == "calibrated on 8xA100"
-    assert h.hardware_named("8xA100").stack.name == "reference-2024-08"
-    assert h.hardware_named("8xA100", stack="magicdec").stack.name == "magicdec"
+    assert (
+        hardware.hardware_named("2xA100").efficiency == hardware.hardware_named("8xA100").efficiency
+    )
+    assert hardware.hardware_named("2xA100").note == "calibrated on 8xA100"
+    assert hardware.hardware_named("8xA100").stack.name == "reference-2024-08"
+    assert hardware.hardware_named("8xA100", stack="magicdec").stack.name == "magicdec"
 
 
 def test_an_uncalibrated_device_takes_its_datasheet_and_the_nearest_fractions():
-    l40, a100 = h.hardware_named("8xL40"), h.hardware_named("8xA100")
+    l40, a100 = hardware.hardware_named("8xL40"), hardware.hardware_named("8xA100")
     assert l40.device.bandwidth == 864e9
     assert l40.efficiency.bandwidth_fraction == a100.efficiency.bandwidth_fraction
     # It has no NVLink, so its all-reduces are not the A100's.
@@ -43,7 +45,7 @@ def test_an_uncalibrated_device_takes_its_datasheet_and_the_nearest_fractions():
     )
     assert l40.efficiency.allreduce_bandwidth_fraction == l40.device.link.fraction
     assert "no calibration for L40" in l40.note
-    nvl, h100 = h.hardware_named("h100_nvl"), h.hardware_named("h100")
+    nvl, h100 = hardware.hardware_named("h100_nvl"), hardware.hardware_named("h100")
     assert nvl.efficiency.matmul_fraction == h100.efficiency.matmul_fraction
 
 
@@ -54,7 +56,7 @@ WRONG = [(field, value) for field in FRACTIONS for value in (0.0, 1.01, -0.5, fl
 @pytest.mark.parametrize(("field", "value"), [*WRONG, ("layer_overhead_us", -1)])
 def test_fractions_are_fractions_and_overheads_not_negative(field, value):
     with pytest.raises(UserError, match=f"efficiency.{field}={value}"):
-        parse(h.Efficiency, {field: value}, "efficiency")
+        parse(hardware.Efficiency, {field: value}, "efficiency")
 
 
 def test_matmuls_saturate(ideal):
@@ -68,7 +70,7 @@ def test_all_reduce_moves_2n_minus_2_nths_in_log2_hops(ideal):
     assert machine.allreduce_time(1e6, 1) == 0.0
     assert machine.allreduce_time(0, 8) == pytest.approx(15e-6)
     assert machine.allreduce_time(1e9, 8) - 15e-6 == pytest.approx(1.75e9 / 450e9)
-    slower = replace(machine, efficiency=h.Efficiency(allreduce_bandwidth_fraction=0.1))
+    slower = replace(machine, efficiency=hardware.Efficiency(allreduce_bandwidth_fraction=0.1))
     assert slower.allreduce_time(1e9, 8) > machine.allreduce_time(1e9, 8)
 
 
@@ -91,25 +93,29 @@ OTHERS += ["AMD EPYC 9A100", "AMD EPYC 9554 64-Core Processor"]
 
 @pytest.mark.parametrize(("text", "name"), (NAMED | dict.fromkeys(OTHERS)).items())
 def test_devices_are_found_in_what_drivers_call_them(text, name):
-    found = h.device_in(text)
+    found = hardware.device_in(text)
     assert (found and found.name) == name
 
 
 def test_the_h200_is_calibrated_on_this_software():
-    machine = h.hardware_named("h200")
+    machine = hardware.hardware_named("h200")
     assert (machine.stack.name, machine.note) == ("magicdec", "calibrated on h200")
 
 
 def test_a_card_is_predicted_with_its_own_link():
-    for name, link in (("2xh100_pcie", h.PCIE5), ("2xa100_pcie", h.PCIE4), ("2xh100", h.NVLINK4)):
-        machine = h.hardware_named(name)
+    for name, link in (
+        ("2xh100_pcie", hardware.PCIE5),
+        ("2xa100_pcie", hardware.PCIE4),
+        ("2xh100", hardware.NVLINK4),
+    ):
+        machine = hardware.hardware_named(name)
         assert (machine.device.link, machine.efficiency.allreduce_hop_us) == (link, link.hop_us)
 
 
 def test_a_hardware_group_gives_its_own_figures():
-    assert h.configured("8xa100", 4).count == 4
-    assert h.configured("8xa100", 8, 2039, 312, 80) == h.hardware_named("8xa100")
-    slower = h.configured("l40", 1, bandwidth_gbs=800)
+    assert hardware.configured("8xa100", 4).count == 4
+    assert hardware.configured("8xa100", 8, 2039, 312, 80) == hardware.hardware_named("8xa100")
+    slower = hardware.configured("l40", 1, bandwidth_gbs=800)
     assert (slower.device.bandwidth, slower.device.flops) == (800e9, 181e12)
     assert "no calibration for L40" in slower.note
 
@@ -119,49 +125,51 @@ def test_the_groups_figures_are_the_datasheets(path):
     given = yaml.safe_load(path.read_text())
     if given.get("bandwidth_gbs") is None:  # a CPU, or several of one that has its own
         return
-    own = h.configured(path.stem, 1, given["bandwidth_gbs"], given["tflops"], given["memory_gib"])
-    assert own.device == h.parse_name(path.stem)[1]
+    own = hardware.configured(
+        path.stem, 1, given["bandwidth_gbs"], given["tflops"], given["memory_gib"]
+    )
+    assert own.device == hardware.parse_name(path.stem)[1]
 
 
 def test_a_device_without_a_datasheet_needs_its_figures():
-    cpu = h.configured("cpu", bandwidth_gbs=60, tflops=0.5, memory_gib=16)
-    assert cpu.device.memory == 16 * h.GIB
+    cpu = hardware.configured("cpu", bandwidth_gbs=60, tflops=0.5, memory_gib=16)
+    assert cpu.device.memory == 16 * hardware.GIB
     with pytest.raises(
         UserError, match=r"hardware\.tflops=null: predicting for hardware=cpu"
     ) as error:
-        h.configured("cpu", bandwidth_gbs=60)
+        hardware.configured("cpu", bandwidth_gbs=60)
     offered = str(error.value).partition("one of ")[2].split(", ")
     assert (
         {"a100", "8xh100", "l40"}
         <= set(offered)
         <= {path.stem for path in CONF.glob("hardware/*.yaml")}
     )
-    assert all(h.configured(name) for name in offered)
+    assert all(hardware.configured(name) for name in offered)
 
 
 def test_any_cpu_takes_the_calibration_for_cpus_and_no_gpu_does(tmp_path, monkeypatch):
-    for file in h.CALIBRATED.glob("*x*.yaml"):
+    for file in hardware.CALIBRATED.glob("*x*.yaml"):
         (tmp_path / file.name).write_text(file.read_text())
     (tmp_path / "cpu.yaml").write_text(
         "hardware: cpu\nstack: magicdec\nefficiency: {overlap: 0.25}\n"
     )
-    monkeypatch.setattr(h, "CALIBRATED", tmp_path)
-    h._calibrations.cache_clear()
+    monkeypatch.setattr(hardware, "CALIBRATED", tmp_path)
+    hardware._calibrations.cache_clear()
     try:
         cpu, gpu = (
-            h.configured("cpu", bandwidth_gbs=60, tflops=0.5),
-            h.configured("rtx9", 1, 1000, 100),
+            hardware.configured("cpu", bandwidth_gbs=60, tflops=0.5),
+            hardware.configured("rtx9", 1, 1000, 100),
         )
     finally:
-        h._calibrations.cache_clear()
+        hardware._calibrations.cache_clear()
     assert (cpu.efficiency.overlap, cpu.note) == (0.25, "calibrated on cpu")
     assert gpu.efficiency.overlap == 1.0
     assert "no calibration for rtx9" in gpu.note
 
 
 def test_a_calibration_in_the_configuration_is_taken_and_describes_this_software():
-    own = h.configured("h200", efficiency=h.Efficiency(layer_overhead_us=20.0))
+    own = hardware.configured("h200", efficiency=hardware.Efficiency(layer_overhead_us=20.0))
     assert own.efficiency.layer_overhead_us == 20.0
     assert own.stack.name == "magicdec"
     with pytest.raises(UserError, match="stack=vllm"):
-        h.configured("h200", stack="vllm")
+        hardware.configured("h200", stack="vllm")

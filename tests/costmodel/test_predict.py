@@ -14,7 +14,7 @@ from magicdec.config.choices import ModelChoice
 from magicdec.costmodel.acceptance import Curves, Point, published
 from magicdec.costmodel.hardware import hardware_named
 from magicdec.costmodel.planner import experiment_yaml, search
-from magicdec.costmodel.predict import critical_context, predict, verdict
+from magicdec.costmodel.prediction import critical_context, predict, verdict
 from magicdec.drafts.model import IndependentModel
 from magicdec.drafts.ngram import PromptLookup
 from magicdec.drafts.self import SelfSpeculation
@@ -82,7 +82,7 @@ def test_the_search_for_the_critical_context_ends_wherever_it_lies(setup, monkey
         return SimpleNamespace(target=SimpleNamespace(total=speedup), round_s=1.0)
 
     calls = count()
-    monkeypatch.setattr("magicdec.costmodel.predict.round_times", round_times)
+    monkeypatch.setattr("magicdec.costmodel.prediction.round_times", round_times)
     critical = critical_context(setup(), 3)
     assert max(64, crossing) <= critical <= max(64, crossing + 1, 1.01 * crossing)
 

@@ -3,7 +3,7 @@ import pytest
 from magicdec.config.choices import ModelChoice
 from magicdec.config.registry import POLICIES
 from magicdec.costmodel.hardware import configured, hardware_named
-from magicdec.costmodel.memory import memory
+from magicdec.costmodel.memory_estimate import memory
 from magicdec.costmodel.roofline import Pass, step_time
 from magicdec.costmodel.round import CODE_ROWS, Setup, round_times
 from magicdec.drafts.hierarchical import Hierarchical

@@ -15,11 +15,11 @@ from magicdec.config.load import compose
 from magicdec.costmodel.acceptance import Curves, published
 from magicdec.costmodel.comparison import limit_metrics, predicted_metrics, warning
 from magicdec.costmodel.comparison import published as published_values
-from magicdec.costmodel.predict import predict
+from magicdec.costmodel.prediction import predict
 from magicdec.costmodel.round import round_times
 from magicdec.errors import UserError
+from magicdec.planning.acceptances import cache_named
 from magicdec.planning.fits import fitting
-from magicdec.planning.prediction import cache_named
 from magicdec.planning.resolve import resolve
 from magicdec.planning.resolved import Plan, PlannedModel
 from magicdec.planning.setup import held, setup_of

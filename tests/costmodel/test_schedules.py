@@ -18,7 +18,7 @@ import magicdec
 from magicdec.costmodel.acceptance import Curves
 from magicdec.costmodel.engine_settings import FORMS, read_vllm
 from magicdec.costmodel.hardware import hardware_named
-from magicdec.costmodel.predict import predict
+from magicdec.costmodel.prediction import predict
 from magicdec.costmodel.round import Setup
 from magicdec.costmodel.schedules import (
     Cell,
@@ -29,7 +29,7 @@ from magicdec.costmodel.schedules import (
     schedule,
 )
 from magicdec.errors import UserError
-from magicdec.planning.prediction import draft_named
+from magicdec.planning.acceptances import draft_named
 
 TINY = Path(magicdec.__file__).parent / "models" / "tiny"
 GAMMAS = (0, 1, 2, 3)

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from magicdec.costmodel import speedup as s
+from magicdec.costmodel import speedup
 from magicdec.errors import UserError
 
 GAMMAS = st.integers(1, 32)
@@ -12,36 +12,36 @@ ALPHAS = st.floats(0.0, 1.0)
 
 @given(GAMMAS, st.floats(0.0, 0.99))
 def test_omega_is_the_closed_form(gamma, alpha):
-    assert s.omega(gamma, alpha) == pytest.approx(
+    assert speedup.omega(gamma, alpha) == pytest.approx(
         (1 - alpha ** (gamma + 1)) / (1 - alpha), rel=1e-12
     )
 
 
 @pytest.mark.parametrize("gamma", [0, 1, 5, 32])
 def test_omega_at_its_limits(gamma):
-    assert s.omega(gamma, 0.0) == 1.0
-    assert s.omega(gamma, 1.0) == gamma + 1
-    assert s.omega(gamma, 1 - 1e-12) == pytest.approx(gamma + 1)
+    assert speedup.omega(gamma, 0.0) == 1.0
+    assert speedup.omega(gamma, 1.0) == gamma + 1
+    assert speedup.omega(gamma, 1 - 1e-12) == pytest.approx(gamma + 1)
 
 
 @given(GAMMAS, ALPHAS)
 def test_alpha_inverts_omega(gamma, alpha):
     # Omega grows at least as fast as alpha does: the inverse is sharp everywhere.
-    assert s.alpha_from_acceptance_length(s.omega(gamma, alpha), gamma) == pytest.approx(
-        alpha, abs=1e-9
-    )
+    assert speedup.alpha_from_acceptance_length(
+        speedup.omega(gamma, alpha), gamma
+    ) == pytest.approx(alpha, abs=1e-9)
 
 
 @pytest.mark.parametrize(("length", "alpha"), [(0.99, 0.0), (1.0, 0.0), (4.0, 1.0), (4.001, 1.0)])
 def test_alpha_of_lengths_at_and_beyond_the_ends(length, alpha):
-    assert s.alpha_from_acceptance_length(length, 3) == alpha
+    assert speedup.alpha_from_acceptance_length(length, 3) == alpha
 
 
 def test_omega_is_what_a_simulated_round_yields():
     rng, gamma, alpha = np.random.default_rng(0), 4, 0.8
     accepted = rng.random((200_000, gamma)) < alpha
     length = accepted.cumprod(axis=1).sum(axis=1).mean() + 1
-    assert length == pytest.approx(s.omega(gamma, alpha), rel=5e-3)
+    assert length == pytest.approx(speedup.omega(gamma, alpha), rel=5e-3)
 
 
 @pytest.mark.parametrize(
@@ -54,18 +54,18 @@ def test_omega_is_what_a_simulated_round_yields():
     ],
 )
 def test_speedup_of_a_round(arguments, expected):
-    assert s.speedup(*arguments) == pytest.approx(expected)
+    assert speedup.speedup(*arguments) == pytest.approx(expected)
 
 
 @given(GAMMAS, st.floats(0.1, 10), st.floats(0.01, 2), st.floats(0.1, 10))
 def test_break_even_is_where_speedup_crosses_one(gamma, target, draft, verify):
-    alpha = s.break_even_alpha(gamma, s.round_time(gamma, draft, verify) / target)
+    alpha = speedup.break_even_alpha(gamma, speedup.round_time(gamma, draft, verify) / target)
     if alpha is None:
-        assert s.speedup(gamma, 1.0, target, draft, verify) < 1 + 1e-9
+        assert speedup.speedup(gamma, 1.0, target, draft, verify) < 1 + 1e-9
     elif alpha == 0.0:
-        assert s.speedup(gamma, 0.0, target, draft, verify) > 1 - 1e-9
+        assert speedup.speedup(gamma, 0.0, target, draft, verify) > 1 - 1e-9
     else:
-        assert s.speedup(gamma, alpha, target, draft, verify) == pytest.approx(1.0, abs=1e-6)
+        assert speedup.speedup(gamma, alpha, target, draft, verify) == pytest.approx(1.0, abs=1e-6)
 
 
 @pytest.mark.parametrize("alpha", [0.6, 0.9])
@@ -76,33 +76,35 @@ def test_the_rounds_of_a_batch_match_a_simulation(gamma, num_tokens, alpha):
     accepted = rng.random((trials, num_rows, num_tokens, gamma)) < alpha
     lengths = accepted.cumprod(axis=-1).sum(axis=-1) + 1
     rounds = (lengths.cumsum(axis=-1) < num_tokens).sum(axis=-1) + 1
-    assert s.batch_rounds(gamma, alpha, num_rows, num_tokens) == pytest.approx(
+    assert speedup.batch_rounds(gamma, alpha, num_rows, num_tokens) == pytest.approx(
         rounds.max(axis=1).mean(), rel=0.01
     )
 
 
 def test_the_speedup_of_a_batch_is_that_of_a_row_less_the_wait():
     for rows, bound in ((1, 1.0), (32, 0.9)):
-        batch = s.batch_speedup(3, 0.8, rows, 4096, 10.0, 20.0)
-        assert batch == pytest.approx(4096 * 10.0 / (20.0 * s.batch_rounds(3, 0.8, rows, 4096)))
-        assert bound * 0.95 < batch / (10.0 * s.omega(3, 0.8) / 20.0) <= 1.0
-    assert s.batch_speedup(3, 1.0, 32, 64, 10.0, 20.0) == pytest.approx(10.0 * 4 / 20.0)
+        batch = speedup.batch_speedup(3, 0.8, rows, 4096, 10.0, 20.0)
+        assert batch == pytest.approx(
+            4096 * 10.0 / (20.0 * speedup.batch_rounds(3, 0.8, rows, 4096))
+        )
+        assert bound * 0.95 < batch / (10.0 * speedup.omega(3, 0.8) / 20.0) <= 1.0
+    assert speedup.batch_speedup(3, 1.0, 32, 64, 10.0, 20.0) == pytest.approx(10.0 * 4 / 20.0)
 
 
 def test_a_batch_waits_for_its_unluckiest_row_by_a_fifth():
     # 24 rows x 64 tokens: 20-25% is what equal rows lose to chance alone.
-    assert 1.15 < s.batch_rounds(3, 0.8, 24, 64) / s.batch_rounds(3, 0.8, 1, 64) < 1.30
-    assert s.batch_rounds(3, 1.0, 24, 64) == 16
-    assert s.batch_rounds(3, 0.0, 24, 64) == 64
+    assert 1.15 < speedup.batch_rounds(3, 0.8, 24, 64) / speedup.batch_rounds(3, 0.8, 1, 64) < 1.30
+    assert speedup.batch_rounds(3, 1.0, 24, 64) == 16
+    assert speedup.batch_rounds(3, 0.0, 24, 64) == 64
 
 
 @pytest.mark.parametrize(
     ("call", "names"),
     [
-        (lambda: s.omega(3, 1.2), "alpha=1.2"),
-        (lambda: s.omega(-1, 0.5), "gamma=-1"),
-        (lambda: s.alpha_from_acceptance_length(float("nan"), 3), "acceptance_length"),
-        (lambda: s.batch_rounds(3, 0.5, 0, 5), "0 rows"),
+        (lambda: speedup.omega(3, 1.2), "alpha=1.2"),
+        (lambda: speedup.omega(-1, 0.5), "gamma=-1"),
+        (lambda: speedup.alpha_from_acceptance_length(float("nan"), 3), "acceptance_length"),
+        (lambda: speedup.batch_rounds(3, 0.5, 0, 5), "0 rows"),
     ],
 )
 def test_mistakes_are_named(call, names):

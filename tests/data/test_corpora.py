@@ -9,7 +9,7 @@ from magicdec.config.registry import CORPORA
 from magicdec.data import PromptRequest, fingerprint, load_prompts
 from magicdec.errors import UserError
 from magicdec.planning.resolve import resolve
-from magicdec.tracking.identity import run_id
+from magicdec.tracking.run_id import run_id
 from tests.data.characters import CharacterTokenizer, load, texts
 from tests.refusals import refusal
 

@@ -12,7 +12,7 @@ from magicdec.data import Prompts
 from magicdec.data.records import records
 from magicdec.errors import UserError
 from magicdec.planning.resolve import resolve
-from magicdec.tracking.identity import run_id
+from magicdec.tracking.run_id import run_id
 from tests.data.characters import CharacterTokenizer, load, texts
 from tests.refusals import refusal
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from magicdec.config.load import compose
-from magicdec.conformance import both_ways
+from magicdec.conformance.examine import both_ways
 from magicdec.drafts.eagle3 import Eagle3
 from magicdec.errors import UserError
 from magicdec.models.kv_cache import KVCache

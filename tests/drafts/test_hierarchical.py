@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from magicdec.architectures import ModelConfig
+from magicdec.architectures.model_config import ModelConfig
 from magicdec.attention.sdpa import SdpaAttention
 from magicdec.drafts import hierarchical
 from magicdec.drafts.hierarchical import Hierarchical

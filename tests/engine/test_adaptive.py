@@ -15,8 +15,8 @@ from magicdec.costmodel.speedup import omega, speedup
 from magicdec.decoding import timers
 from magicdec.decoding.state import State
 from magicdec.engine.adaptive import AdaptiveCycle, YieldEstimate
-from magicdec.engine.audit import audit
 from magicdec.engine.native import warm_up
+from magicdec.engine.output_audit import audit
 from magicdec.measure import metrics
 from tests.clock import count_slots
 from tests.engine.test_graphs import CASES, TARGET

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from magicdec.config import choices
-from magicdec.engine import audit as module
 from magicdec.engine import decoder as decoder_module
+from magicdec.engine import output_audit
 from magicdec.engine.adaptive import AdaptiveCycle
-from magicdec.engine.audit import Audit, LogitGaps, audit
 from magicdec.engine.native import warm_up
+from magicdec.engine.output_audit import Audit, LogitGaps, audit
 from magicdec.errors import NonFinite
 from magicdec.measure import metrics
-from magicdec.measure.profile import profile_round
+from magicdec.measure.round_profile import profile_round
 from magicdec.models.kv_cache import KVCache
 from magicdec.verification import accept
 from magicdec.verification.sampling import Sampling, Use, draw, probabilities, uniform_BT
@@ -70,8 +70,8 @@ def test_a_z_score_is_that_of_a_twin_in_plain_python(sampled, monkeypatch):
             entropy = -sum(x * math.log(x) for x in p if x)
             variance += sum(x * (math.log(x) + entropy) ** 2 for x in p if x)
             excess += math.log(p[row[at]]) + entropy
-    for chunk in (module.CHUNK_LOGITS, 1):  # all at once, and a token at a time
-        monkeypatch.setattr(module, "CHUNK_LOGITS", chunk)
+    for chunk in (output_audit.CHUNK_LOGITS, 1):  # all at once, and a token at a time
+        monkeypatch.setattr(output_audit, "CHUNK_LOGITS", chunk)
         score = audit(decoder, plain, fast).speculative
         assert (score.excess, score.variance) == pytest.approx(
             (excess, variance), rel=1e-3, abs=1e-3
@@ -84,7 +84,7 @@ def test_samples_of_the_target_pass_both_ways(sampled):
     assert found.passed
     assert (found.speculative.outside, found.baseline.outside) == (0, 0)
     assert found.speculative.z != found.baseline.z  # other random numbers
-    assert max(abs(found.speculative.z), abs(found.baseline.z)) < module.MAX_Z
+    assert max(abs(found.speculative.z), abs(found.baseline.z)) < output_audit.MAX_Z
     twice = found + found
     assert twice.speculative.z == pytest.approx(2**0.5 * found.speculative.z)
     assert 0 < found.speculative.power < 1
@@ -203,8 +203,8 @@ def test_a_row_is_excused_only_if_the_baseline_is_right_as_well(tied, change):
 )
 def test_a_near_tie_is_a_share_of_the_largest_logit(dtype, tie, best):
     logits = torch.tensor([best, best - 0.9 * tie * 20, best - 1.1 * tie * 20, best - 50])
-    scores = module.greedy_scores(
-        logits.expand(1, 4, 4), torch.arange(4)[None, :, None], module.near_tie(dtype)
+    scores = output_audit.greedy_scores(
+        logits.expand(1, 4, 4), torch.arange(4)[None, :, None], output_audit.near_tie(dtype)
     )
     outside, gap, ties = scores
     assert outside.tolist() == [[0, 0, 1, 1]]

@@ -12,13 +12,13 @@ import torch
 from magicdec.attention.cpp import CppAttention
 from magicdec.attention.sdpa import SdpaAttention
 from magicdec.config import choices
-from magicdec.engine import entries
-from magicdec.engine.audit import audit
+from magicdec.engine import prompt_audit
 from magicdec.engine.decoder import Decoder
-from magicdec.engine.entries import MAX_ERROR, check_prompts
 from magicdec.engine.native import warm_up
+from magicdec.engine.output_audit import audit
+from magicdec.engine.prompt_audit import MAX_ERROR, check_prompts
 from magicdec.kernels.library import compiler
-from magicdec.measure.profile import profile_round
+from magicdec.measure.round_profile import profile_round
 from magicdec.models.kv_cache import KVCache
 from tests.engine.test_lossless import PAIRS
 from tests.small import drafting, new_engine, open_batch, random_prompts, small_model
@@ -135,18 +135,18 @@ def test_many_tokens_are_sampled_at_other_places_in_every_row(monkeypatch):
     """Every stride of 4 holds a token of every row, and the four rows cover all places. In the
     first layer all are compared.
     """
-    monkeypatch.setattr(entries, "FEWEST", 1)
-    monkeypatch.setattr(entries, "SHARE", 4)
+    monkeypatch.setattr(prompt_audit, "FEWEST", 1)
+    monkeypatch.setattr(prompt_audit, "SHARE", 4)
     target, length = small_model(), 64
     decoder = open_batch(target, random_prompts([length] * 4)).decoder
-    _, checked_BS = entries.errors(decoder, seed=3)
+    _, checked_BS = prompt_audit.errors(decoder, seed=3)
     by_stride_BIS = checked_BS[:, : length - 4].unflatten(1, (-1, 4))
     assert (by_stride_BIS.sum(2) == 1).all()
     assert (by_stride_BIS.sum(0) == 1).all()
     assert check_prompts(decoder).checked <= 4 * (length // 4 + 1)
     row, place = (~checked_BS[:, :length]).nonzero()[20].tolist()
     decoder.cache.k_LBKSD[0, row, :, place] = 0
-    error_BS, _ = entries.errors(decoder, seed=3)
+    error_BS, _ = prompt_audit.errors(decoder, seed=3)
     assert error_BS[row, place] > 0.5
     assert not error_BS[torch.arange(4) != row].gt(0.01).any()
 

@@ -11,8 +11,8 @@ from magicdec.config.registry import BACKENDS, DRAFTS, POLICIES
 from magicdec.engine.native import NativeEngine, warm_up
 from magicdec.measure import ceilings
 from magicdec.measure.footprint import footprint
-from magicdec.measure.memory import Peak, workspace_bytes
-from magicdec.measure.profile import profile_round
+from magicdec.measure.memory_use import Peak, workspace_bytes
+from magicdec.measure.round_profile import profile_round
 from magicdec.models import quantize
 from magicdec.scenarios.ranks import on_ranks
 from magicdec.verification.sampling import Sampling

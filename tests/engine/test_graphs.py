@@ -13,7 +13,7 @@ import torch
 from magicdec.config.registry import DRAFTS, POLICIES
 from magicdec.engine import decoder, graphs
 from magicdec.engine.native import warm_up
-from magicdec.measure import profile
+from magicdec.measure import round_profile
 from tests.small import drafting, new_engine, open_batch, random_prompts, small_model
 
 TARGET = small_model()
@@ -49,13 +49,13 @@ def test_rehearsals_stay_within_the_buffers_and_leave_no_trace(
         return drafting(draft, TARGET, [33, 41, 20], policy=policy, **keys)
 
     expected = opened().decoder.generate().tokens
-    for module in (decoder, profile):
+    for module in (decoder, round_profile):
         monkeypatch.setattr(module, "Step", Rehearsed)
     batch = opened()
     warm_up(batch)
     assert batch.decoder.generate().tokens == expected
     assert batch.decoder.generate(batch.draft).tokens == expected
-    assert profile.profile_round(batch, 3)["verify_ms"] > 0
+    assert round_profile.profile_round(batch, 3)["verify_ms"] > 0
 
 
 def test_a_rehearsed_prefill_makes_passes_of_the_same_widths_and_leaves_no_trace(monkeypatch):

@@ -12,7 +12,7 @@ import torch
 from magicdec.attention import cpp
 from magicdec.cache.streaming import Streaming
 from magicdec.config.registry import DRAFTS, POLICIES
-from magicdec.conformance import both_ways
+from magicdec.conformance.examine import both_ways
 from magicdec.kernels.library import compiler
 from magicdec.verification.sampling import Sampling
 from tests.small import (

@@ -27,11 +27,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from magicdec.architectures import ModelConfig
+from magicdec.architectures.head_config import HeadConfig
+from magicdec.architectures.model_config import ModelConfig
 from magicdec.config.registry import BACKENDS, DRAFTS
 from magicdec.costmodel.targets import architecture
 from magicdec.engine.native import Batch, NativeEngine
-from magicdec.heads import HeadConfig
 from magicdec.models import rope
 from magicdec.models.head import Head
 from magicdec.models.parallel import ALONE, Share
@@ -285,15 +285,14 @@ def fake_cuda(capability: int | None = None) -> Iterator[Recording]:
     """
     lend_guard()
     from magicdec.attention.cuda import triton_grid as grid
-    from magicdec.kernels import coded_kv, split_kv
-    from magicdec.kernels import triton_sampling as sampling
+    from magicdec.kernels import coded_kv, split_kv, triton_sampling
     from magicdec.models import code_matmul
 
     recording, card = Recording(), GPUS[capability or 90]
     launched = (
         (split_kv, ("attend_split", "merge_splits", "sum_scores")),
         (coded_kv, ("attend_coded",)),
-        (sampling, ("collect", "find_cut", "write", "draw_numbers")),
+        (triton_sampling, ("collect", "find_cut", "write", "draw_numbers")),
         (code_matmul, ("multiply_codes",)),
     )
     with ExitStack() as stack:

@@ -14,8 +14,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime.driver import driver
 
 from magicdec.attention.base import Shape
-from magicdec.attention.cuda import triton as ours
-from magicdec.attention.cuda import triton_grid as grid
+from magicdec.attention.cuda import triton, triton_grid
 from magicdec.attention.cuda.triton_grid import split_count
 from magicdec.kernels import split_kv
 from tests.attention.twins import attend, case
@@ -69,8 +68,8 @@ def attended(
         k = torch.empty(rows, 8, slots, 128, dtype=torch.bfloat16, device="cuda")
         lengths = torch.empty(rows, dtype=torch.int32, device="cuda")
         with recording.of() as seen:
-            attend(ours.TritonAttention(), q, k, k, lengths, window)
-        return seen.launches[0], list(grid._programs.values())
+            attend(triton.TritonAttention(), q, k, k, lengths, window)
+        return seen.launches[0], list(triton_grid._programs.values())
 
 
 @pytest.mark.parametrize("window", [None, 4096])
@@ -111,12 +110,13 @@ def test_the_programs_that_run_at_once_are_those_of_the_compiled_kernel(capabili
 
 def test_another_triton_that_does_not_tell_registers(monkeypatch):
     """What is asked of it is private; without an answer two programs are assumed to run at once."""
-    monkeypatch.setattr(grid, "gpu", lambda: grid.Gpu(90, 132, GPUS[90].shared, 64))
-    monkeypatch.setattr(grid, "_programs", {})
+    monkeypatch.setattr(triton_grid, "gpu", lambda: triton_grid.Gpu(90, 132, GPUS[90].shared, 64))
+    monkeypatch.setattr(triton_grid, "_programs", {})
     kernel = SimpleNamespace(arg_names=[], warmup=lambda *_, **__: SimpleNamespace())
     monkeypatch.setattr(split_kv, "attend_split", kernel)
     assert (
-        grid.programs_at_once("a variant", split_kv.attend_split, {}, {}, torch.bfloat16) == 2 * 132
+        triton_grid.programs_at_once("a variant", split_kv.attend_split, {}, {}, torch.bfloat16)
+        == 2 * 132
     )
 
 
@@ -128,8 +128,8 @@ def test_triton_itself_compiles_a_pass_before_its_first_launch(kind, monkeypatch
     """
     loaded = []
     monkeypatch.setattr(driver, ACTIVE, compiling_driver(90))
-    monkeypatch.setattr(grid, "gpu", lambda: grid.Gpu(90, 132, GPUS[90].shared, 64))
-    monkeypatch.setattr(grid, "_programs", {})
+    monkeypatch.setattr(triton_grid, "gpu", lambda: triton_grid.Gpu(90, 132, GPUS[90].shared, 64))
+    monkeypatch.setattr(triton_grid, "_programs", {})
 
     def load(self):
         self.n_regs, _ = resources(self.asm["cubin"])
@@ -137,7 +137,7 @@ def test_triton_itself_compiles_a_pass_before_its_first_launch(kind, monkeypatch
 
     monkeypatch.setattr(CompiledKernel, "_init_handles", load)
     q, k, v, lengths = (x.to("meta") for x in case(5, 4, 128, 32869, torch.bfloat16))
-    attention, shape = ours.TritonAttention(), Shape(5, k.shape[2], 4, q.dtype)
+    attention, shape = triton.TritonAttention(), Shape(5, k.shape[2], 4, q.dtype)
     positions = (
         torch.empty(k.shape[:3], dtype=torch.int32, device="meta") if kind == "positions" else None
     )
@@ -150,8 +150,8 @@ def test_triton_itself_compiles_a_pass_before_its_first_launch(kind, monkeypatch
     else:
         attention.attend(q, k, v, plan, indices)
     (made,) = loaded
-    (at_once,) = grid._programs.values()
-    assert at_once == grid.gpu().programs(
+    (at_once,) = triton_grid._programs.values()
+    assert at_once == triton_grid.gpu().programs(
         made.n_regs, made.metadata.shared, made.metadata.num_warps
     )
     assert at_once in (2 * 132, 3 * 132, 4 * 132)

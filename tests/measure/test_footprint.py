@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from magicdec.attention.sdpa import SdpaAttention
 from magicdec.config.load import compose
 from magicdec.config.registry import DRAFTS, POLICIES
-from magicdec.engine.audit import audit
+from magicdec.engine.output_audit import audit
 from magicdec.measure.footprint import UniformAttention, footprint, largest_batch, stored
 from magicdec.models.quantize import quantized
 from magicdec.models.transformer import Transformer

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from magicdec.engine.native import warm_up
-from magicdec.measure.memory import Peak
+from magicdec.measure.memory_use import Peak
 from tests.small import drafting, small_model
 
 

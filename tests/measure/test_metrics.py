@@ -11,9 +11,9 @@ from magicdec.costmodel.speedup import omega
 from magicdec.engine.decoder import Generation
 from magicdec.measure import metrics
 from magicdec.measure.intervals import acceptance_intervals
-from magicdec.measure.profile import profile_round
+from magicdec.measure.round_profile import profile_round
 from magicdec.scenarios.outputs import speeds
-from magicdec.scenarios.units import Repeats, Unit
+from magicdec.scenarios.stored_units import Repeats, Unit
 from magicdec.units import WAYS
 from tests.clock import count_slots
 from tests.small import drafting, small_model

@@ -8,7 +8,7 @@ import torch
 from magicdec.cache.verify_guided import VerifyGuidedCache
 from magicdec.config.registry import DRAFTS, POLICIES
 from magicdec.decoding import timers
-from magicdec.measure.profile import profile_round
+from magicdec.measure.round_profile import profile_round
 from tests.clock import SECONDS, count_slots
 from tests.small import drafting, small_model
 

@@ -19,11 +19,11 @@ from magicdec.attention.base import Attention
 from magicdec.attention.cpp import CppAttention
 from magicdec.config.registry import DRAFTS, POLICIES
 from magicdec.config.schema import SamplingConfig
-from magicdec.conformance import both_ways, small_head
-from magicdec.engine.audit import audit
+from magicdec.conformance.examine import both_ways, small_head
+from magicdec.engine.output_audit import audit
 from magicdec.errors import UserError
 from magicdec.kernels.library import compiler
-from magicdec.models.adapter import library
+from magicdec.models.adapter import transformers_library
 from magicdec.models.adapter.linears import OperatorLinear
 from magicdec.models.description import describe, read_config
 from magicdec.models.kv_cache import KVCache, resting
@@ -320,7 +320,7 @@ def test_what_cannot_run_is_refused_in_one_line(plain, said):
 def test_an_old_transformers_is_refused_and_the_native_path_is_not(monkeypatch, folders):
     monkeypatch.setattr(transformers, "__version__", "5.2.0")
     with pytest.raises(UserError, match=r"transformers 5.24 or newer, and 5.2.0 is installed"):
-        library.check_version()
+        transformers_library.check_version()
     assert read_config(folders("llama-modules")).implementation == "native"
     with pytest.raises(UserError, match="needs transformers"):
         read_config(folders("llama-modules"), "transformers")

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from magicdec.architectures.head_config import HeadConfig, unread_keys_of_head
 from magicdec.attention.sdpa import SdpaAttention
 from magicdec.errors import UserError
-from magicdec.heads import HeadConfig, unread_keys_of_head
 from magicdec.models.checkpoint import load
 from magicdec.models.description import read_config
 from magicdec.models.head import Head

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import magicdec
-from magicdec.architectures import ModelConfig, check_ranks
+from magicdec.architectures.head_config import HeadConfig
+from magicdec.architectures.model_config import ModelConfig, check_ranks
 from magicdec.attention.sdpa import SdpaAttention
 from magicdec.config.registry import POLICIES
 from magicdec.errors import UserError
-from magicdec.heads import HeadConfig
 from magicdec.kernels.library import compiler
 from magicdec.models import parallel, symmetric
 from magicdec.models.checkpoint import load

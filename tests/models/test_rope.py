@@ -6,8 +6,8 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from magicdec.architectures import ModelConfig, RopeScaling
-from magicdec.hugging_face import from_hugging_face
+from magicdec.architectures.hugging_face import from_hugging_face
+from magicdec.architectures.model_config import ModelConfig, RopeScaling
 from magicdec.models.rope import angles_table, frequencies_on, rope_frequencies, rotate
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from magicdec.architectures import ModelConfig
+from magicdec.architectures.model_config import ModelConfig
 from magicdec.errors import UserError
 from magicdec.models.vocabulary import check_vocabularies
 

@@ -9,11 +9,11 @@ import pytest
 
 from magicdec.config.load import compose
 from magicdec.errors import UserError
+from magicdec.inputs.rules import parse
 from magicdec.peers.answer import EndpointRequest, Event
 from magicdec.peers.base import Counts
 from magicdec.peers.endpoint import read_counters
 from magicdec.planning.resolve import resolve
-from magicdec.rules import parse
 from magicdec.scenarios import Job, run
 from magicdec.serving.request import Params
 from magicdec.units import WAYS

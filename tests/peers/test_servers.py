@@ -16,7 +16,7 @@ from magicdec.drafts.model import IndependentModel
 from magicdec.drafts.ngram import PromptLookup
 from magicdec.errors import UserError
 from magicdec.peers.llamacpp import LlamacppPeer
-from magicdec.peers.server import as_arguments
+from magicdec.peers.started_server import as_arguments
 from magicdec.peers.vllm import METHODS, VllmEngine, VllmPeer
 from magicdec.scenarios import Job, run
 from magicdec.units import WAYS

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from magicdec.architectures.hugging_face import from_hugging_face
 from magicdec.config.load import compose
 from magicdec.drafts.model import IndependentModel
 from magicdec.drafts.ngram import PromptLookup
-from magicdec.hugging_face import from_hugging_face
 from magicdec.measure.metrics import RowTimes
 from magicdec.models import checkpoint
 from magicdec.peers.base import Counts

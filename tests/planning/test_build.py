@@ -179,7 +179,7 @@ def test_an_automatic_batch_of_a_run_fits_into_the_machine(monkeypatch):
     most = planned()
     assert most.config.batch.size == 24
     monkeypatch.setattr(
-        "magicdec.measure.memory.total_bytes", lambda _: held(most, 10, 1024).total / 0.9
+        "magicdec.measure.memory_use.total_bytes", lambda _: held(most, 10, 1024).total / 0.9
     )
     found = planned()
     assert found.config.batch.size == 10

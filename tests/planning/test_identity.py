@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from magicdec.architectures import ModelConfig
+from magicdec.architectures.model_config import ModelConfig
 from magicdec.config.choices import ModelChoice
 from magicdec.config.load import compose
 from magicdec.costmodel.round import Setup

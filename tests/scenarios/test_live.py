@@ -10,7 +10,7 @@ import torch
 
 from magicdec.decoding.state import INACTIVE
 from magicdec.scenarios import compare, points
-from magicdec.tracking import wandb
+from magicdec.tracking.loggers import wandb
 from magicdec.tracking.progress import Stage
 from tests.programs import Program
 from tests.runs import SMALL, lines, only_run, run_here

@@ -13,8 +13,8 @@ from magicdec.config.schema import Compare
 from magicdec.measure.intervals import t_quantile
 from magicdec.scenarios import repeats
 from magicdec.scenarios.repeats import Goal
-from magicdec.scenarios.units import Unit
-from magicdec.tracking.identity import run_id
+from magicdec.scenarios.stored_units import Unit
+from magicdec.tracking.run_id import run_id
 from tests.measure.test_metrics import GENERATION
 from tests.runs import run_here
 

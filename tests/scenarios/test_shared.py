@@ -8,7 +8,7 @@ import pytest
 
 from magicdec.planning import build
 from magicdec.planning.shared import SHARED
-from magicdec.scenarios import Job, compare, predicted
+from magicdec.scenarios import Job, compare, prediction_errors
 from tests.golden.record import CASES, KEPT
 from tests.runs import run_here
 
@@ -151,7 +151,7 @@ def test_small_facts_are_found_once_and_not_after_a_failure(tmp_path, monkeypatc
     for module, name in (
         (build, "load_tokenizer"),
         (compare, "read_bandwidth"),
-        (predicted, "matmul_rate"),
+        (prediction_errors, "matmul_rate"),
     ):
         own = getattr(module, name)
         monkeypatch.setattr(

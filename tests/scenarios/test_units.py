@@ -12,9 +12,9 @@ import pytest
 
 from magicdec.measure.intervals import half_width, speedup_wall, t_quantile
 from magicdec.scenarios import Job, compare
-from magicdec.scenarios.units import Stored, Unit, Units
-from magicdec.tracking.files import UNIT, read_all
+from magicdec.scenarios.stored_units import Stored, Unit, Units
 from magicdec.tracking.reader import load_run
+from magicdec.tracking.run_files import UNIT, read_all
 from magicdec.tracking.store import Run
 from tests.measure.test_metrics import GENERATION
 from tests.runs import only_run, run_here

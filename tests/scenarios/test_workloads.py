@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from magicdec.tracking.report.page import html_page
-from magicdec.tracking.report.rows import read_rows
+from magicdec.report.page import html_page
+from magicdec.report.rows import read_rows
 from magicdec.units import WAYS
 from tests.runs import run_here
 from tests.serving.conftest import SETTINGS

@@ -11,7 +11,7 @@ import pytest
 from magicdec.config.load import compose
 from magicdec.data.tokenizer import load_tokenizer
 from magicdec.http import app as http
-from magicdec.http.server import Server
+from magicdec.http.uvicorn_server import Server
 from magicdec.planning import build
 from magicdec.planning.resolve import resolve
 from magicdec.serving.engine import AsyncEngine

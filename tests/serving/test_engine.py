@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import pytest
 
 from magicdec.errors import UserError
-from magicdec.measure.memory import proc_bytes
+from magicdec.measure.memory_use import proc_bytes
 from magicdec.serving.engine import AsyncEngine
 from magicdec.serving.request import Params
 from magicdec.serving.scheduler import Scheduler

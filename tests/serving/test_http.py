@@ -18,10 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.requests import Request
 
+from magicdec.commands import serve
 from magicdec.data.tokenizer import Detokenizer
 from magicdec.errors import UserError
 from magicdec.http import app as http
-from magicdec.http import serve
 from magicdec.http.completion import NEUTRAL, Chat, Completion
 from magicdec.serving.engine import AsyncEngine, Stream
 from magicdec.serving.request import Params

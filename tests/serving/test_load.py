@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from magicdec.serving.load import Load, RequestSpec, load_metrics, under_load
+from magicdec.serving.load_generator import Load, RequestSpec, load_metrics, under_load
 from magicdec.serving.request import Params, Request
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from magicdec.serving.load import LOWEST_RATE, NEAR, highest, keeps
+from magicdec.serving.load_generator import LOWEST_RATE, NEAR, highest, keeps
 
 
 def found(kind: str, most: float, threshold: float) -> tuple[float, list[float]]:

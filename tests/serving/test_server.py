@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from magicdec.errors import UserError
-from magicdec.http import server as module
+from magicdec.http import uvicorn_server
 from tests.programs import ROOT
 from tests.serving.conftest import SETTINGS, listening
 
@@ -46,7 +46,7 @@ class Engine:
         await send({"type": "http.response.start", "status": 200})
         while scope["path"] == "/slow" and not (self.opened.is_set() or self.closed.is_set()):
             await send({"type": "http.response.body", "body": b".", "more_body": True})
-            await module.asyncio.sleep(0.02)
+            await uvicorn_server.asyncio.sleep(0.02)
         await send(
             {"type": "http.response.body", "body": b"closed" if self.closed.is_set() else b"done"}
         )
@@ -55,8 +55,8 @@ class Engine:
 @pytest.fixture
 def small(monkeypatch):
     """A server for few connections and half a second for the head of a request."""
-    monkeypatch.setattr(module, "most_connections", lambda: MOST)
-    monkeypatch.setattr(module, "HEAD_S", 0.5)
+    monkeypatch.setattr(uvicorn_server, "most_connections", lambda: MOST)
+    monkeypatch.setattr(uvicorn_server, "HEAD_S", 0.5)
     engine = Engine()
     with listening(engine, engine) as (server, port):
         yield server, port, engine
@@ -138,14 +138,14 @@ def test_the_end_waits_for_answers_up_to_the_grace(monkeypatch, grace_s, end):
     ("soft", "used", "found"), [(1024, 24, 500), (100, 20, 40), (-1, 0, 32768)]
 )
 def test_connections_leave_descriptors(monkeypatch, soft, used, found):
-    monkeypatch.setattr(module.resource, "getrlimit", lambda _: (soft, -1))
-    monkeypatch.setattr(module.os, "listdir", lambda _: [""] * used)
-    assert module.most_connections() == found
-    monkeypatch.setattr(module.resource, "getrlimit", lambda _: (used + 31, -1))
+    monkeypatch.setattr(uvicorn_server.resource, "getrlimit", lambda _: (soft, -1))
+    monkeypatch.setattr(uvicorn_server.os, "listdir", lambda _: [""] * used)
+    assert uvicorn_server.most_connections() == found
+    monkeypatch.setattr(uvicorn_server.resource, "getrlimit", lambda _: (used + 31, -1))
     with pytest.raises(
         UserError, match=f"ulimit -n={used + 31}: a server needs at least {used + 32} open files"
     ):
-        module.most_connections()
+        uvicorn_server.most_connections()
 
 
 @pytest.mark.slow

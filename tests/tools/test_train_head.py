@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from magicdec.heads import head_from
+from magicdec.architectures.head_config import head_from
 
 TARGET = Path("magicdec/models/tiny/target")
 STEPS, MORE = 30, 5  # of one second each

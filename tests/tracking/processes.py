@@ -15,7 +15,7 @@ from tests.programs import ROOT, Program
 TELL = """
 import json, os, sys
 from dataclasses import asdict
-from magicdec.tracking import wandb
+from magicdec.tracking.loggers import wandb
 from magicdec.tracking.store import Run
 from magicdec.tracking.trackers import FinishedRun
 from tests.tracking.sample import *
@@ -30,7 +30,7 @@ for _ in range(int(sys.argv[3])):
 # To be put before: W&B's service is killed where tables would be logged.
 KILL = """
 import os, signal, subprocess
-from magicdec.tracking import wandb
+from magicdec.tracking.loggers import wandb
 log_tables = wandb._log_tables
 def kill(*arguments):
     wandb._log_tables = log_tables

@@ -2,7 +2,7 @@
 
 import json
 
-from magicdec.tracking.files import by_round
+from magicdec.tracking.run_files import by_round
 from magicdec.tracking.store import Run
 from magicdec.units import WAYS
 

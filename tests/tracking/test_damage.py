@@ -13,10 +13,12 @@ import pytest
 import yaml
 
 import magicdec
+from magicdec.commands import clean, show, sync
+from magicdec.commands.report import main as report
 from magicdec.errors import JobFailed
-from magicdec.tracking import clean, reader, show, sweep, sync, wandb
+from magicdec.tracking import reader, sweep
 from magicdec.tracking import store as store_module
-from magicdec.tracking.report.__main__ import main as report
+from magicdec.tracking.loggers import wandb
 from magicdec.tracking.store import Run
 from tests.tracking.sample import CONFIG, METRICS, ROUNDS, SAMPLE, with_changes
 from tests.tracking.stores import data_of

@@ -4,8 +4,8 @@ from math import exp, log, sqrt
 from statistics import fmean, stdev
 
 from magicdec.measure.intervals import speedup_intervals
-from magicdec.tracking.report.answer import answer
-from magicdec.tracking.report.rows import read_rows
+from magicdec.report.fastest import answer
+from magicdec.report.rows import read_rows
 from magicdec.tracking.store import Run
 from tests.tracking.sample import METRICS, with_changes
 

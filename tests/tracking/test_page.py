@@ -9,10 +9,10 @@ import subprocess
 
 import pytest
 
-from magicdec.tracking.report import page
-from magicdec.tracking.report.answer import answer
-from magicdec.tracking.report.charts import PARTS
-from magicdec.tracking.report.rows import read_rows
+from magicdec.report import page
+from magicdec.report.charts import PARTS
+from magicdec.report.fastest import answer
+from magicdec.report.rows import read_rows
 from tests.tracking.stores import data_of, write_load, write_store
 
 CHROMIUM = next(

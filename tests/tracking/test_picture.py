@@ -8,8 +8,8 @@ import pytest
 import vl_convert
 
 from magicdec.errors import UserError
-from magicdec.tracking.report.charts import COLOURS, DESCRIPTIONS, PARTS, SIZE, filled, template
-from magicdec.tracking.report.picture import picture, placeholders
+from magicdec.report.charts import COLOURS, DESCRIPTIONS, PARTS, SIZE, filled, template
+from magicdec.report.picture import picture, placeholders
 from tests.pixels import changed, coloured, ink, spots
 from tests.programs import ROOT
 

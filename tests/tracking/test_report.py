@@ -9,15 +9,18 @@ from itertools import product
 
 import pytest
 
+from magicdec.commands import clean
+from magicdec.commands.compare import main as compare_command
+from magicdec.commands.figure import main as figure_command
+from magicdec.commands.report import main
 from magicdec.errors import UserError
-from magicdec.tracking import clean
+from magicdec.report import difference, figures, page, picture, query
+from magicdec.report.charts import COLOURS
+from magicdec.report.query import informative, varying
+from magicdec.report.rows import read_rows, rows_of_file
+from magicdec.tracking.columns import flatten
 from magicdec.tracking.console import Console
 from magicdec.tracking.lock import locked
-from magicdec.tracking.report import difference, figures, page, picture, query
-from magicdec.tracking.report.__main__ import main
-from magicdec.tracking.report.charts import COLOURS
-from magicdec.tracking.report.query import informative, varying
-from magicdec.tracking.report.rows import flatten, read_rows, rows_of_file
 from magicdec.tracking.sweep import record
 from tests.pixels import spots
 from tests.programs import ROOT
@@ -40,8 +43,8 @@ def report(tmp_path, capsys):
     mistake, one line.
     """
 
-    def run(*arguments, runs=tmp_path, is_mistaken=False):
-        code = main([*([str(runs)] if runs else []), *map(str, arguments)])
+    def run(*arguments, runs=tmp_path, is_mistaken=False, command=main):
+        code = command([*([str(runs)] if runs else []), *map(str, arguments)])
         out, err = capsys.readouterr()
         if not is_mistaken:
             assert code == 0, err
@@ -56,7 +59,7 @@ def report(tmp_path, capsys):
 def compare(report, tmp_path):
     """Return what the comparison of two runs prints."""
     return lambda *names, **more: report(
-        "compare", *names, "--runs-dir", tmp_path, runs=None, **more
+        *names, "--runs-dir", tmp_path, runs=None, command=compare_command, **more
     )
 
 
@@ -528,7 +531,6 @@ def test_a_figure_holds_its_caption_and_its_command(report, tmp_path, kind):
         write_run(tmp_path, f"run{number}", {"cache.budget": budget, "cache.policy": policy}, found)
     out = tmp_path / f"figure.{kind}"
     arguments = [
-        "figure",
         str(tmp_path),
         "--x",
         "budget",
@@ -539,9 +541,9 @@ def test_a_figure_holds_its_caption_and_its_command(report, tmp_path, kind):
         "--out",
         str(out),
     ]
-    assert report(*arguments, runs=None) == f"written {out}\n"
+    assert report(*arguments, runs=None, command=figure_command) == f"written {out}\n"
     content = out.read_bytes()
-    command = f"magicdec {' '.join(arguments)}"
+    command = f"magicdec figure {' '.join(arguments)}"
     assert (command.encode("utf-16-be").hex() if kind == "pdf" else command).encode() in content
     if kind == "svg":
         text = content.decode()
@@ -580,7 +582,7 @@ def test_a_figure_of_nothing_and_of_what_does_not_mix(report, tmp_path):
             "a.svg: does not end in .png, as --format png",
         ),
     ):
-        assert words in report("figure", tmp_path, *typed.split(), runs=None, is_mistaken=True)
+        assert words in report(*typed.split(), command=figure_command, is_mistaken=True)
 
 
 def test_a_run_under_load_is_a_row_per_level(report, tmp_path):

@@ -11,16 +11,17 @@ from pathlib import Path
 import pytest
 import yaml
 
+from magicdec.commands import report, show
 from magicdec.config import registry
 from magicdec.errors import UserError
 from magicdec.measure.trust import noise, slowness
-from magicdec.tracking import show, store
-from magicdec.tracking.files import ROW, read_lines
-from magicdec.tracking.identity import run_id
+from magicdec.report.rows import read_rows
+from magicdec.tracking import store
+from magicdec.tracking.columns import flatten
 from magicdec.tracking.lock import locked
 from magicdec.tracking.reader import attempts, find_done, iter_runs, latest, load_run
-from magicdec.tracking.report import __main__ as report
-from magicdec.tracking.report.rows import flatten, read_rows
+from magicdec.tracking.run_files import ROW, read_lines
+from magicdec.tracking.run_id import run_id
 from magicdec.tracking.store import Run, software, source
 from tests.tracking.sample import (
     CONFIG,

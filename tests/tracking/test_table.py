@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 from rich.style import Style
 
-from magicdec.tracking import table
+from magicdec.tracking import run_table
 from magicdec.tracking.trackers import Logged
 from tests.tracking.sample import CONFIG, METRICS, with_changes
 
@@ -25,7 +25,7 @@ def printed(
 ):
     raw = io.BytesIO()
     file = io.TextIOWrapper(raw, encoding=encoding)
-    table.show(Console(file=file, width=width), config, metrics, FOLDER, logged, history)
+    run_table.show(Console(file=file, width=width), config, metrics, FOLDER, logged, history)
     file.flush()
     return raw.getvalue().decode(encoding)
 
@@ -96,7 +96,7 @@ def test_without_unicode():
 def test_terminal_has_colours_and_the_same_words(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     file = io.StringIO()
-    table.show(
+    run_table.show(
         Console(file=file, width=80, force_terminal=True), CONFIG, METRICS, FOLDER, [OFFLINE]
     )
     assert "\x1b[" in file.getvalue()
@@ -171,7 +171,7 @@ def test_the_headline_can_be_read_in_a_notebook(speedup):
     """
     (text,) = (
         text
-        for label, text in table._verdict(CONFIG, METRICS | {"speedup": speedup})
+        for label, text in run_table._verdict(CONFIG, METRICS | {"speedup": speedup})
         if label == "speedup"
     )
     styles = [Style.parse(str(span.style)).get_html_style() for span in text.spans]

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from magicdec.errors import UserError
-from magicdec.tracking import wandb as tracking
+from magicdec.tracking.loggers import wandb as tracking
 from magicdec.tracking.reader import load_run
 from magicdec.tracking.store import Run
 from magicdec.tracking.sweep import record
@@ -36,7 +36,7 @@ SECRET = "MARKER" + "0123456789abcdef" * 3
 CHECK = """
 import os
 from magicdec.errors import UserError
-from magicdec.tracking import wandb
+from magicdec.tracking.loggers import wandb
 for key in (None, "too short"):
     if key:
         os.environ["WANDB_API_KEY"] = key
@@ -197,7 +197,7 @@ def content(records):
 SUMMARY = """
 import sys
 from pathlib import Path
-from magicdec.tracking.report.summary import summarize
+from magicdec.report.summary import summarize
 summarize(Path(sys.argv[1]), True)
 """
 
@@ -212,7 +212,7 @@ def sweep_of_one(runs_dir, mode):
     folder = runs_dir / "sweeps" / "2026-01-01_00-00-00_ours"
     record(folder, 0, run.id, ["draft.gamma=4"])
     address = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": SECRET}
-    shorter = "from magicdec.tracking import wandb; wandb.INIT_TIMEOUT_S = 3.0"
+    shorter = "from magicdec.tracking.loggers import wandb; wandb.INIT_TIMEOUT_S = 3.0"
     return folder, python("-c", f"{shorter}\n{SUMMARY}", folder, home=runs_dir.parent, **address)
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from magicdec.tracking.files import ROW, read_lines
 from magicdec.tracking.reader import iter_runs
+from magicdec.tracking.run_files import ROW, read_lines
 from tests.programs import ROOT
 from tests.tracking.processes import KILL, TELL, python, start
 from tests.tracking.sample import CONFIG, HISTORY, METRICS, SAMPLES, SYSTEM, with_changes

@@ -16,12 +16,12 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from magicdec.architectures.hugging_face import GenerationConfig, eos_ids
+from magicdec.architectures.modules_config import SINKS, SOFTCAP, ModulesConfig
 from magicdec.errors import UserError, in_one_line
-from magicdec.hugging_face import GenerationConfig, eos_ids
+from magicdec.inputs.rules import parse
 from magicdec.models.adapter.interface import NAME
-from magicdec.models.adapter.library import check_version, config_of, quiet
-from magicdec.modules import SINKS, SOFTCAP, ModulesConfig
-from magicdec.rules import parse
+from magicdec.models.adapter.transformers_library import check_version, config_of, quiet
 
 RECORDING, STORELESS = "magicdec_recording", "magicdec_storeless"
 ATTENTION_LAYERS = ("full_attention", "sliding_attention")  # of layer_types

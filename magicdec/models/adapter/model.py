@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import MoeModelOutputWithPast
 from typing_extensions import override
 
+from magicdec.architectures.modules_config import ModulesConfig
 from magicdec.attention.base import Attention
 from magicdec.attention.sdpa import SdpaAttention
 from magicdec.models.adapter.interface import NAME, EntriesPass, ModulesPass
@@ -22,7 +23,6 @@ from magicdec.models.operators import PYTORCH, Operators, operators_for
 from magicdec.models.parallel import ALONE
 from magicdec.models.taps import Taps
 from magicdec.models.transformer import Transformer, compile_parts
-from magicdec.modules import ModulesConfig
 
 
 class GivenStates(nn.Module):

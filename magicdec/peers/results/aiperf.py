@@ -10,8 +10,8 @@ from pydantic import AliasChoices, AliasPath, Field
 from pydantic.dataclasses import dataclass
 
 from magicdec.errors import UserError
+from magicdec.inputs.rules import JSON, parse
 from magicdec.peers.results.base import Format, LoadResult, latency
-from magicdec.rules import JSON, parse
 
 # Where the first of the models that were asked for is named.
 MODEL = (

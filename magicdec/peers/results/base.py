@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from magicdec.serving.load import PERCENTILES
+from magicdec.serving.load_generator import PERCENTILES
 
 
 @dataclass(frozen=True)

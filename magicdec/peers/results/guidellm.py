@@ -12,8 +12,8 @@ from pydantic import AliasPath, Field
 from pydantic.dataclasses import dataclass
 
 from magicdec.errors import UserError
+from magicdec.inputs.rules import JSON, parse
 from magicdec.peers.results.base import Format, LoadResult, latency
-from magicdec.rules import JSON, parse
 
 
 def _metric(name: str) -> Any:

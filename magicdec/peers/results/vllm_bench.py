@@ -11,8 +11,8 @@ from pydantic import FiniteFloat
 from pydantic.dataclasses import dataclass
 
 from magicdec.errors import UserError
+from magicdec.inputs.rules import JSON, parse, parse_values
 from magicdec.peers.results.base import Format, LoadResult, latency
-from magicdec.rules import JSON, parse, parse_values
 
 LATENCIES = {
     "ttft": "time_to_first_token_ms",

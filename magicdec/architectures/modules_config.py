@@ -1,0 +1,76 @@
+"""The architecture of a model that runs as transformers' own modules (magicdec/models/adapter).
+
+Its facts are read from the modules themselves, on PyTorch's meta device. Torch-free.
+"""
+
+from typing import Annotated
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+from typing_extensions import override
+
+from magicdec.architectures.model_config import Implementation, ModelConfig, Tokens
+from magicdec.inputs.rules import STRICT
+
+Number = Annotated[int, Field(ge=0)]
+# What attention may have beyond softmax(q k / sqrt(D)) v: a logit per head that takes weight and
+# adds nothing, and a bound that scores approach.
+SINKS, SOFTCAP = "attention sinks", "a soft cap of scores"
+
+
+@dataclass(frozen=True, config=STRICT)
+class ModulesConfig(ModelConfig):
+    """The sizes of one such model. `num_kv_heads` and `head_dim` are those of its cache's entries.
+
+    `config_json` is its config.json, from which transformers makes the modules.
+    """
+
+    is_predicted = False
+    model_type: str = ""
+    config_json: str = ""
+    parameters: Number = 0  # tied ones counted once
+    # Of `parameters`: those of routed experts. A token reads `experts_per_token` of `num_experts`.
+    expert_parameters: Number = 0
+    num_experts: Number = 0
+    experts_per_token: Number = 0
+    weightings: tuple[str, ...] = ()  # of SINKS and SOFTCAP
+    # Rotary frequencies that depend on the length: above it the long table is taken, see docs.
+    long_rope_from: Tokens | None = None
+    remarks: tuple[str, ...] = ()  # sentences that a run says about its model
+
+    @property
+    @override
+    def implementation(self) -> Implementation:
+        return "transformers"
+
+    @property
+    @override
+    def attention_needs(self) -> tuple[str, ...]:
+        return self.weightings
+
+    @property
+    @override
+    def num_parameters(self) -> int:
+        """Return the weights of the whole model."""
+        return self.parameters
+
+    @override
+    def remarks_on(self, longest: int) -> list[str]:
+        lines = list(self.remarks)
+        if self.long_rope_from is not None:
+            is_long = longest > self.long_rope_from
+            lines.append(
+                f"its rotary embedding has two tables; all tokens take the"
+                f" {'long' if is_long else 'short'} one, because a sequence may have"
+                f" {'more' if is_long else 'no more'} than {self.long_rope_from:,}"
+            )
+        return lines
+
+    def parameters_read(self, num_tokens: int) -> float:
+        """Return the weights that a pass over `num_tokens` tokens reads, where every token chooses
+        its experts independently of the others and uniformly.
+        """
+        if not self.num_experts:
+            return self.parameters
+        unread = (1 - self.experts_per_token / self.num_experts) ** num_tokens
+        return self.parameters - unread * self.expert_parameters

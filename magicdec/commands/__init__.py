@@ -1,0 +1,1 @@
+"""The subcommands of `magicdec`: a module each, named like its command, with a function `main`."""

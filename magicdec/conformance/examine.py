@@ -1,0 +1,392 @@
+"""Check the policies and drafts of a plugin as the built-in ones are checked.
+
+Their output must be the target's own, for rows of different lengths. They must select and propose
+what exists, within their budget and gamma, and draw from the distributions that they return. They
+must allocate the bytes that they declare. A row that serving copies must accept what it would
+alone. A small random model decodes, in seconds.
+
+The package's own tests use the same models and the same comparisons.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from magicdec.architectures.head_config import HeadConfig
+from magicdec.architectures.model_config import ModelConfig
+from magicdec.attention.sdpa import SdpaAttention
+from magicdec.cache.full import Full
+from magicdec.config.choices import CacheConfig, DraftConfig, ModelChoice
+from magicdec.config.options import values_of
+from magicdec.config.registry import DRAFTS, POLICIES, Registry
+from magicdec.config.schema import BatchConfig, HardwareConfig, SamplingConfig
+from magicdec.conformance.contracts import Broken, WatchedDraft, drawn_otherwise
+from magicdec.costmodel.hardware import hardware_named
+from magicdec.costmodel.memory_estimate import memory
+from magicdec.costmodel.round import Setup
+from magicdec.engine.decoder import Generation
+from magicdec.engine.native import Batch, NativeEngine
+from magicdec.engine.output_audit import audit
+from magicdec.errors import UserError, in_one_line
+from magicdec.inputs import plugins
+from magicdec.measure.footprint import Allocations
+from magicdec.measure.metrics import Rounds, rounds_of
+from magicdec.models.head import Head
+from magicdec.models.transformer import Transformer
+from magicdec.serving.request import Params, Request
+from magicdec.serving.scheduler import Scheduler
+from magicdec.serving.slots import Slots
+
+VOCAB = 61
+LENGTHS, GENERATE_LEN = (50, 57, 64), 24  # of the rows' prompts, and of what is generated
+SIZES = ((1, 40), (3, 12), (5, 6), (8, 400))  # gammas and budgets
+UNCOUNTED = 64  # bytes of a row's lengths in each layer of a cache, which no fact counts
+SAMPLED = SamplingConfig(temperature=1.0)
+# Keys of an option that a trial sets.
+NOT_OWN = ("policy", "name", "gamma", "budget", "model", "cache")
+
+
+class ChoiceCheck(NamedTuple):
+    """A check of one choice, and what is wrong; empty where it holds."""
+
+    choice: str
+    check: str
+    wrong: str
+
+
+def examine(module: str) -> Iterator[ChoiceCheck]:
+    """Yield the findings of all policies and drafts that a module registers. Raise UserError if
+    there are none.
+    """
+    plugins.load([module])
+    policies = [name for name in POLICIES if _is_of(POLICIES, name, module)]
+    drafts = [name for name in DRAFTS if _is_of(DRAFTS, name, module)]
+    if not policies and not drafts:
+        raise UserError(f"{module}: registers neither a cache policy nor a draft")
+    for policy in policies:
+        users = ["self"] if POLICIES[policy].facts.needs_target else ["self", "model"]
+        yield from _findings("cache", policy, [(user, policy, f"draft={user}") for user in users])
+    for draft in drafts:
+        caches = ["full", "streaming"] if DRAFTS[draft].facts.is_model else ["full"]
+        yield from _findings("draft", draft, [(draft, cache, f"cache={cache}") for cache in caches])
+
+
+def _is_of(registry: Registry[Any], name: str, module: str) -> bool:
+    """Return whether a choice is of a module, or of the package around it."""
+    return registry[name].work.__module__.partition(".")[0] == module.partition(".")[0]
+
+
+def _findings(
+    group: str, name: str, pairs: Sequence[tuple[str, str, str]]
+) -> Iterator[ChoiceCheck]:
+    """Yield the findings of a choice, tried in these pairs of a draft and a policy."""
+    choice, keys = f"{group}={name}", values_of(group, name)
+    yield ChoiceCheck(
+        choice, "has an option", "" if keys else f"conf/{group}/{name}.yaml is missing"
+    )
+    options = {key: value for key, value in keys.items() if key not in NOT_OWN}
+    for draft, policy, other in pairs:
+        checks = {
+            "is lossless": wrong_tokens,
+            "stays within its limits": wrong_calls,
+            "takes the bytes it declares": wrong_bytes,
+        }
+        if DRAFTS[draft].facts.serves:
+            checks["serves"] = wrong_rows
+        for name, check in checks.items():
+            yield ChoiceCheck(
+                choice, f"{name} with {other}", _first(partial(check, draft, policy, options))
+            )
+
+
+def _first(mistakes: Callable[[], Iterator[str]]) -> str:
+    try:
+        return next(mistakes(), "")
+    except Exception as error:  # a plugin may fail in any way
+        return in_one_line(error)
+
+
+def wrong_tokens(draft: str, policy: str, keys: dict[str, Any]) -> Iterator[str]:
+    """Yield where rows of different lengths are not decoded as the target alone would."""
+    for gamma, budget in SIZES:
+        engine = _trial(draft, policy, gamma, budget, keys)
+        batch = engine.open(random_prompts(LENGTHS, seed=gamma))
+        batch.decoder.prefill(engine.prefill_chunk)
+        if not both_ways(batch)[0]:
+            yield f"its output is not the target's at gamma {gamma}, budget {budget}"
+
+
+def wrong_calls(draft: str, policy: str, keys: dict[str, Any]) -> Iterator[str]:
+    """Yield what a draft or its caches do that the round would clamp, mask or ignore."""
+    ranks: list[float] = []
+    for gamma, budget in SIZES:
+        engine = _trial(draft, policy, gamma, budget, keys)
+        sampling = replace(engine, sampling=replace(SAMPLED, seed=gamma))
+        try:
+            _decode_again(engine)
+            ranks += _decoded(sampling)[1].ranks.values()
+        except Broken as error:
+            yield f"{error}, at gamma {gamma}, budget {budget}"
+    if drawn_otherwise(ranks):
+        yield "q_BGV: the tokens are not drawn from the distributions that it returns"
+
+
+def _decoded(engine: NativeEngine) -> tuple[Batch, WatchedDraft, Rounds]:
+    """Decode a batch, and return it with what its draft did and the rounds."""
+    batch = engine.open(random_prompts(LENGTHS, seed=engine.gamma))
+    assert batch.draft is not None
+    watch = WatchedDraft(batch.draft, engine.gamma, VOCAB)
+    batch.decoder.prefill(engine.prefill_chunk)
+    return batch, watch, rounds_of(batch.decoder.generate(batch.draft))
+
+
+def _decode_again(engine: NativeEngine) -> None:
+    """Decode a batch, then again, with other tokens behind those that count, and with a smaller
+    gamma. Raise Broken.
+    """
+    batch, watch, rounds = _decoded(engine)
+    if rounds != rounds_of(batch.decoder.generate(batch.draft)):
+        raise Broken(
+            "prefill: leaves something of an earlier pass: the same prompts have other proposals"
+            " accepted"
+        )
+    watch.junk = True
+    if rounds != rounds_of(batch.decoder.generate(batch.draft)):
+        raise Broken(
+            "propose: reads tokens behind the end of a row, which are left over from earlier rounds"
+        )
+    watch.junk = False
+    if engine.gamma > 1:
+        batch.decoder.generate(batch.draft, gamma=engine.gamma - 1)
+
+
+def wrong_bytes(draft: str, policy: str, keys: dict[str, Any]) -> Iterator[str]:
+    """Yield where a draft's cache takes other bytes than its facts declare, as PyTorch hands them
+    out.
+    """
+    for gamma, budget in SIZES:
+        engine = _trial(draft, policy, gamma, budget, keys, "meta")
+        decoder = engine.open(random_prompts(LENGTHS)).decoder
+        parts = [
+            decoder.cache,
+            decoder.state,
+            engine.target,
+            *([engine.draft_model] if engine.draft_model else []),
+        ]
+        with Allocations(tensor for part in parts for tensor in _tensors(part)) as allocations:
+            made = engine.draft_for(decoder)
+            made.watch(decoder.cache, 0)
+            held = allocations.live
+        model = (
+            ModelChoice("draft", architecture=engine.draft_model.config)
+            if engine.draft_model
+            else None
+        )
+        config, machine = engine.target.config, hardware_named("h100")
+        setup = Setup(
+            config,
+            machine,
+            len(LENGTHS),
+            max(LENGTHS),
+            replace(engine.draft, model=model),
+            engine.cache,
+        )
+        declared = memory(replace(setup, element_bytes=4), gamma, GENERATE_LEN).draft_kv
+        most = declared + len(LENGTHS) * config.num_layers * UNCOUNTED
+        if made.cache_bytes != declared or not declared <= held <= most:
+            sizes = (
+                f"declared {declared:,.0f}, reported {made.cache_bytes:,}, allocated {held:,} bytes"
+            )
+            yield f"{sizes} at gamma {gamma}, budget {budget}"
+
+
+def wrong_rows(draft: str, policy: str, keys: dict[str, Any]) -> Iterator[str]:
+    """Yield where a request that is copied into a slot has other proposals accepted than one that
+    is decoded alone.
+    """
+    gamma, budget = SIZES[1]
+    engine = _trial(draft, policy, gamma, budget, keys)
+    requests = [Request(prompt, Params(GENERATE_LEN)) for prompt in random_prompts(LENGTHS)]
+    scheduler = Scheduler(Slots(engine, 2, max(LENGTHS) + GENERATE_LEN))
+    for request in requests:
+        scheduler.submit(request)
+    while not scheduler.idle:
+        scheduler.step()
+    for request in requests:
+        alone = engine.open([request.prompt])
+        alone.decoder.prefill(engine.prefill_chunk)
+        if request.rounds != rounds_of(alone.decoder.generate(alone.draft)):
+            yield f"copy_row leaves out what proposals depend on, at gamma {gamma}, budget {budget}"
+
+
+def _trial(
+    draft: str,
+    policy: str,
+    gamma: int,
+    budget: int,
+    keys: dict[str, Any],
+    device: str = "cpu",
+) -> NativeEngine:
+    """Return an engine with a small model, and one like it where the draft needs one."""
+    target = small_model()
+    model = small_drafter(draft, target, 0.15)
+    model = model and model.to(device)
+    options = keys | {
+        "policy": policy,
+        "gamma": gamma,
+        "budget": budget,
+        "generate_len": GENERATE_LEN,
+    }
+    return new_engine(target.to(device), draft_name=draft, draft_model=model, **options)
+
+
+def _tensors(part: Any) -> list[Tensor]:
+    values = part.parameters() if isinstance(part, torch.nn.Module) else vars(part).values()
+    return [value for value in values if isinstance(value, Tensor)]
+
+
+def both_ways(batch: Batch) -> tuple[bool, Generation, Generation]:
+    """Return whether a prefilled batch is decoded with its draft as without it, and both
+    outputs.
+    """
+    plain, fast = batch.decoder.generate(), batch.decoder.generate(batch.draft)
+    return audit(batch.decoder, plain.tokens, fast.tokens).passed is True, plain, fast
+
+
+def small_model(seed: int = 0, spread: float = 0.25, **overrides: Any) -> Transformer:
+    """Return a two-layer model in fp32 whose random weights give varied, well separated logits."""
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 512,
+    }
+    generator = torch.Generator().manual_seed(seed)
+    model = Transformer(ModelConfig(**(sizes | overrides)), SdpaAttention()).eval()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(0, spread, generator=generator)
+    return model.requires_grad_(False)
+
+
+def noisy_copy(model: Transformer, noise: float, seed: int = 1) -> Transformer:
+    """Return the same model with disturbed weights: a draft that agrees often, but not always."""
+    generator = torch.Generator().manual_seed(seed)
+    copy = Transformer(model.config, model.attention).eval()
+    copy.load_state_dict(model.state_dict())
+    for parameter in copy.parameters():
+        if parameter.dim() > 1:
+            parameter.data += (
+                torch.randn(parameter.shape, generator=generator) * noise * parameter.std()
+            )
+    return copy.requires_grad_(False)
+
+
+def small_head(target: Transformer) -> Head:
+    """Return a head that proposes what a target without layers would say of a token, in most of its
+    vocabulary.
+
+    Each token attends to itself, and its embedding is passed on; hidden states are left out.
+    """
+    whole = target.config
+    plain = {name: getattr(whole, name) for name in ModelConfig.__dataclass_fields__}
+    plain |= {
+        "num_layers": 1,
+        "num_kv_heads": whole.num_heads,
+        "sliding_window": None,
+        "sliding_layers": (),
+    }
+    plain |= {
+        "qkv_bias": False,
+        "output_bias": False,
+        "qk_norm": True,
+        "norm_before_residual": True,
+    }
+    vocabulary = 4 * whole.vocab_size // 5
+    config = HeadConfig(
+        **plain, draft_vocab_size=vocabulary, target_hidden_size=whole.hidden_size, taps=(0, 1, 1)
+    )
+    head, E = Head(config, target.attention).eval(), whole.hidden_size
+    for parameter in head.parameters():
+        parameter.data.fill_(float(parameter.dim() == 1))
+    head.layer.attention_norm.weight.data.zero_()
+    head.layer.q_norm.weight.data.fill_(100.0)
+    inner = whole.num_heads * whole.head_dim
+    q_or_k = torch.randn(inner, E, generator=torch.Generator().manual_seed(0))
+    head.layer.qkv.weight.data[:, :E] = torch.cat((q_or_k, q_or_k, torch.eye(inner, E)))
+    head.layer.output.weight.data.copy_(torch.eye(E, inner))
+    head.target_ids_V = torch.arange(whole.vocab_size)[-vocabulary:]
+    output = target.embed if target.head is None else target.head
+    head.head.weight.data.copy_(output.weight[head.target_ids_V].float())
+    return head.requires_grad_(False)
+
+
+def small_drafter(draft: str, target: Transformer, noise: float) -> Transformer | None:
+    """Return the model that a draft needs next to a target, as good as `noise` allows; None if it
+    needs none.
+    """
+    if draft == DRAFTS.keyword or not DRAFTS[draft].facts.needs_model:
+        return None
+    return small_head(target) if DRAFTS[draft].facts.listens else noisy_copy(target, noise)
+
+
+def random_prompts(lengths: Sequence[int], seed: int = 0, vocab: int = VOCAB) -> list[list[int]]:
+    """Return random token ids of the given lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, vocab, (length,), generator=generator).tolist() for length in lengths]
+
+
+def cache_config(policy: str, **keys: Any) -> CacheConfig:
+    """Return the settings of a policy: those of `keys` that it has."""
+    facts = POLICIES[policy].facts
+    return facts(**{entry.name: keys[entry.name] for entry in fields(facts) if entry.name in keys})
+
+
+def new_engine(
+    target: Transformer,
+    draft_name: str = "none",
+    inner: CacheConfig | None = None,
+    draft_model: Transformer | None = None,
+    sampling: SamplingConfig | None = None,
+    graphs: bool = False,
+    **keys: Any,
+) -> NativeEngine:
+    """Return an engine, greedy by default. `keys` are those of `batch`, `sampling`, `draft` and
+    `cache`; `inner` is `draft.cache`.
+    """
+    defaults: dict[str, Any] = {"policy": "full", "num_layers": 1, "max_ngram": 4, "inner_gamma": 2}
+    keys = defaults | {"generate_len": 24, "prefill_chunk": 16} | keys
+    cache = cache_config(keys.pop("policy"), **keys)
+    facts = DraftConfig if draft_name == "none" else DRAFTS[draft_name].facts
+    given = keys | {"cache": inner or Full()}
+    draft = facts(draft_name, **{f.name: given[f.name] for f in fields(facts) if f.name in given})
+    batch = BatchConfig(1, 1, keys["generate_len"], 1, keys["prefill_chunk"])
+    sampling = sampling or SamplingConfig()
+    sampling = replace(sampling, ignore_eos=keys.get("ignore_eos", True))
+    return NativeEngine(
+        batch, sampling, draft, cache, machine("cuda" if graphs else "cpu"), target, draft_model
+    )
+
+
+def machine(device: str = "cpu", dtype: str = "float32", **changes: Any) -> HardwareConfig:
+    """Return the group `hardware` of one device without any `auto`, whose rounds are captured on a
+    GPU.
+    """
+    plain = HardwareConfig("own", device, dtype, 1, "auto", True, False)  # type: ignore[arg-type]
+    return replace(plain, **changes)
+
+
+def open_batch(target: Transformer, prompts: list[list[int]], **options: Any) -> Batch:
+    """Open and prefill a batch on a new engine."""
+    engine = new_engine(target, **options)
+    batch = engine.open(prompts)
+    batch.decoder.prefill(engine.prefill_chunk)
+    return batch

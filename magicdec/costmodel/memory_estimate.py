@@ -1,0 +1,105 @@
+"""The memory of a run or a prediction: weights and caches from their sizes, without allocating or
+loading anything.
+
+The rest, mostly activations, is found by a dry run of the model (magicdec/measure/footprint.py).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from magicdec.architectures.model_config import ModelConfig
+from magicdec.config.choices import CacheSpec
+from magicdec.config.registry import POLICIES
+from magicdec.costmodel.roofline import layer_weights
+from magicdec.costmodel.round import Setup
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes that the fullest device holds.
+
+    `transient` is the most that is held in addition to weights and caches at any time. A prediction
+    counts in it only the cache through which an independent draft prefills.
+    """
+
+    target_weights: float
+    target_kv: float
+    draft_weights: float
+    draft_kv: float
+    transient: float
+    # What rounds hold of `transient`: once they are captured, a graph keeps that memory.
+    captured: float = 0.0
+
+    @property
+    def weights(self) -> float:
+        """Return the bytes of all weights."""
+        return self.target_weights + self.draft_weights
+
+    @property
+    def total(self) -> float:
+        """Return the peak."""
+        return self.weights + self.target_kv + self.draft_kv + self.transient
+
+    @property
+    def needed(self) -> float:
+        """Return the memory that must be free."""
+        return self.total + self.captured
+
+
+def memory(setup: Setup, gamma: int, generate_len: int = 0) -> Memory:
+    """Return the memory while `generate_len` tokens are generated with proposals of `gamma`."""
+    draft, size, rows = setup.draft, setup.element_bytes, setup.batch
+    target, length = setup.target.shared_by(setup.ranks), setup.context + generate_len
+    draft_weights = draft_kv = transient = 0.0
+    if draft.needs_model or draft.quantization != "none":
+        in_layers = layer_weights(setup.draft_model)
+        draft_weights = in_layers * setup.draft_weight_bytes
+        if draft.needs_model:  # otherwise the rest is the target's own
+            draft_weights += (setup.draft_model.num_parameters - in_layers) * setup.weight_bytes
+    for spec, model, shares_target in _draft_caches(setup, gamma, length):
+        model = model.shared_by(setup.draft_ranks)
+        draft_kv += rows * spec.stored_bytes(model, size, shares_target)
+        transient += 0.0 if shares_target else rows * _prefill_bytes(spec, model, size)
+    return Memory(
+        target_weights=setup.target.num_parameters / setup.ranks * setup.weight_bytes,
+        target_kv=rows
+        * target.kv_elements_per_token
+        * (length + gamma + draft.extra_tokens + 1)
+        * size,
+        draft_weights=draft_weights / setup.draft_ranks,
+        draft_kv=draft_kv,
+        transient=transient,
+    )
+
+
+def _draft_caches(
+    setup: Setup, gamma: int, max_len: int
+) -> Iterator[tuple[CacheSpec, ModelConfig, bool]]:
+    """Yield the draft's caches, each with its model and whether its entries are chosen from the
+    target's own.
+    """
+    draft = setup.draft
+    for key, cache in draft.caches(setup.cache).items():
+        is_own = draft.needs_model and key == draft.own_cache_key
+        model = setup.target if draft.needs_model and not is_own else setup.draft_model
+        slots = draft.round_slots(gamma) if is_own else gamma + draft.extra_tokens + 1
+        if draft.keeps_entries:
+            yield CacheSpec(POLICIES["full"].facts(), slots - 1, max_len), model, False
+        is_longer, shares = (
+            max_len > model.max_position_embeddings,
+            draft.keeps_entries or not is_own,
+        )
+        yield CacheSpec(cache, slots - 1, max_len, is_longer), model, shares
+
+
+def _prefill_bytes(spec: CacheSpec, model: ModelConfig, element_bytes: float) -> float:
+    """Return the bytes that an independent draft holds during prefill in addition to its cache.
+
+    A policy that bounds positions prefills through another cache of its own kind, the other compact
+    ones through one of every entry.
+    """
+    if not spec.cache.compact:
+        return 0.0
+    if spec.cache.bounds_positions:
+        return spec.stored_bytes(model, element_bytes, shares_target=False)
+    return model.kv_elements_per_token * spec.capacity * element_bytes

@@ -1,0 +1,295 @@
+"""The prediction for one configuration: times, speedup against gamma, the best gamma, memory, S*;
+and its verdict.
+
+Without an alpha there is no speedup, only the alpha at which speculation breaks even.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from typing_extensions import override
+
+from magicdec.costmodel.acceptance import AlphaEstimate, Curves
+from magicdec.costmodel.memory_estimate import Memory, memory
+from magicdec.costmodel.roofline import arithmetic_intensity
+from magicdec.costmodel.round import RoundTimes, Setup, round_times
+from magicdec.costmodel.speedup import batch_speedup, break_even_alpha, omega
+from magicdec.errors import UserError
+from magicdec.units import GIB, both_speedups
+
+GAMMAS = range(1, 17)
+BATCHES = (32, 256)  # over which S* asks whether speedup falls
+CONTEXT_STEP = 0.01  # S* is found to this share of itself
+SHORTEST = 64  # tokens: S* is not looked for below
+ASSUMED = 0.8  # in the advice to give an alpha: what published drafts reach
+BOUND_BY = {
+    "weights": "bound by reading weights",
+    "kv": "bound by reading the KV cache",
+    "activations": "bound by moving activations",
+    "compute": "compute-bound",
+    "communication": "bound by communication",
+    "overhead": "bound by launch overhead",
+}
+
+
+@dataclass(frozen=True)
+class AtGamma:
+    """The prediction for one gamma."""
+
+    times: RoundTimes
+    alpha: float | None
+
+    @property
+    def gamma(self) -> int:
+        """Return the tokens proposed per round."""
+        return self.times.gamma
+
+    @property
+    def speedup(self) -> float | None:
+        """Return T_T over T_SD; None without an alpha."""
+        return None if self.alpha is None else self.times.speedup(omega(self.gamma, self.alpha))
+
+    @property
+    def time_per_token_s(self) -> float:
+        """Return T_SD: seconds per token of a row. Raise UserError without an alpha."""
+        if self.alpha is None:
+            raise UserError("a speculative time per token needs an alpha")
+        return self.times.round_s / omega(self.gamma, self.alpha)
+
+    @property
+    def break_even_alpha(self) -> float | None:
+        """Return the alpha from which speculation pays; None where it never does."""
+        return break_even_alpha(self.gamma, self.times.round_s / self.times.target.total)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The prediction for a configuration."""
+
+    setup: Setup
+    estimate: AlphaEstimate | None
+    by_gamma: tuple[AtGamma, ...]
+    generate_len: int
+    batches: tuple[int, int]
+    known_budgets: tuple[int, ...] = ()  # where there is no estimate: the budgets that have one
+
+    @override
+    def __repr__(self) -> str:
+        setup, best = self.setup, self.best
+        what = (
+            f"{setup.target_label} on {setup.hardware.name}, {setup.batch} x {setup.context:,},"
+            f" {setup.draft_title}"
+        )
+        return (
+            f"<Prediction: {what}: {self.speedups or 'of unknown acceptance'}, with gamma"
+            f" {best.gamma}>"
+        )
+
+    @cached_property
+    def best(self) -> AtGamma:
+        """Return the gamma with the highest speedup; without an alpha, the one with the lowest
+        break-even alpha.
+        """
+        if self.estimate is not None:
+            return max(self.by_gamma, key=lambda at: at.speedup or 0.0)
+        return min(
+            self.by_gamma,
+            key=lambda at: 2.0 if at.break_even_alpha is None else at.break_even_alpha,
+        )
+
+    @property
+    def speedups(self) -> str:
+        """Return both speedups at the best gamma, in words; "" without an alpha."""
+        return (
+            ""
+            if self.best.speedup is None
+            else both_speedups(self.best.speedup, self.speedup_wall(self.best))
+        )
+
+    def speedup_wall(self, at: AtGamma) -> float | None:
+        """Return the speedup of the whole batch at one of `by_gamma`; None without an alpha or
+        tokens to generate.
+        """
+        if at.alpha is None or self.generate_len < 2:
+            return None
+        steps = self.generate_len - 1  # the prefill gives the first token
+        return batch_speedup(
+            at.gamma, at.alpha, self.setup.batch, steps, at.times.target.total, at.times.round_s
+        )
+
+    @cached_property
+    def memory(self) -> Memory:
+        """Return the bytes that the fullest GPU holds, at the best gamma."""
+        return memory(self.setup, self.best.gamma, self.generate_len)
+
+    @property
+    def fits(self) -> bool:
+        """Return whether `memory` is within the device's memory."""
+        return self.memory.total <= self.setup.hardware.device.memory
+
+    @cached_property
+    def critical_context(self) -> int | None:
+        """Return S* at the best gamma."""
+        return critical_context(self.setup, self.best.gamma, self.batches)
+
+    def metrics(self) -> dict[str, float | int | str | None]:
+        """Return flat values under `predicted/`, as result.json and W&B hold them; times in
+        milliseconds.
+        """
+        best, times, hardware = self.best, self.best.times, self.setup.hardware
+        cache, steps = self.setup.cache, times.steps(self.setup.cache)
+        steps_per_selection = (
+            1 if cache.selects == "step" else best.gamma * cache.rounds_per_selection
+        )
+        values: dict[str, float | int | str | None] = {
+            "speedup": best.speedup,
+            "speedup_wall": self.speedup_wall(best),
+            "gamma": best.gamma,
+            "alpha": best.alpha,
+            "acceptance_source": self.estimate.source if self.estimate else None,
+            "break_even_alpha": best.break_even_alpha,
+            "critical_context": self.critical_context,
+            "target_decode_ms": 1e3 * times.target.total,
+            "draft_ms": 1e3 * steps["draft"].total,
+            "select_ms": 1e3 * times.select.total * steps_per_selection,
+            "verify_ms": 1e3 * times.verify.total,
+            "overhead_ms": 1e3 * times.overhead.total,
+            "round_ms": 1e3 * times.round_s,
+            "memory_gib": self.memory.total / GIB,
+            "fits": self.fits,
+            "arithmetic_intensity": arithmetic_intensity(self.setup.target_pass, hardware),
+            # Above it, the device is bound by compute.
+            "ridge": hardware.device.flops / hardware.device.bandwidth,
+            "calibration": hardware.note,
+        }
+        for step, time in steps.items():
+            values |= {f"{step}/{part}_ms": 1e3 * value for part, value in time._asdict().items()}
+        values |= {
+            f"speedup/gamma_{at.gamma}": at.speedup
+            for at in self.by_gamma
+            if at.speedup is not None
+        }
+        return {f"predicted/{name}": value for name, value in values.items()}
+
+
+def predict(
+    setup: Setup,
+    gammas: Sequence[int] = GAMMAS,
+    alpha: float | None = None,
+    curves: Curves | None = None,
+    generate_len: int = 0,
+    batches: tuple[int, int] = BATCHES,
+) -> Prediction:
+    """Predict a configuration at each of `gammas`. `alpha` is given, or looked up in `curves`, or
+    unknown.
+    """
+    estimate = AlphaEstimate(alpha, "given") if alpha is not None else None
+    if estimate is None and curves is not None:
+        estimate = curves.estimate(setup, generate_len)
+    given = estimate.alpha if estimate else None
+    budgets = curves.answers(setup, generate_len) if curves is not None and estimate is None else ()
+    if given is not None:
+        omega(1, given)  # raises UserError unless it is a probability
+    by_gamma = tuple(AtGamma(round_times(setup, gamma), given) for gamma in gammas)
+    return Prediction(setup, estimate, by_gamma, generate_len, batches, budgets)
+
+
+def critical_context(setup: Setup, gamma: int, batches: tuple[int, int] = BATCHES) -> int | None:
+    """Return S*: the smallest context at which the larger of two batches speeds up at least as much
+    as the smaller.
+
+    Beyond it the KV cache is what decoding loads, and speculation gains with the batch. Acceptance
+    cancels out. None where there is none up to the target's longest context. (The two ends are
+    compared, not every step between: attention's tiles come in waves, which makes speedup rise and
+    fall by a few percent with the batch.)
+    """
+    setups = [setup.at(batch=batch) for batch in batches]
+
+    def gain(context: int) -> float:
+        smaller, larger = [round_times(each.at(context=context), gamma) for each in setups]
+        return larger.target.total / larger.round_s - smaller.target.total / smaller.round_s
+
+    low, high = SHORTEST, setup.target.max_position_embeddings
+    if gain(high) < 0:
+        return None
+    if gain(low) >= 0:
+        return low
+    while high - low > max(1.0, CONTEXT_STEP * low):
+        middle = max(low + 1, int((low * high) ** 0.5))
+        low, high = (low, middle) if gain(middle) >= 0 else (middle, high)
+    return high
+
+
+def verdict(prediction: Prediction) -> str:
+    """Return what to expect, and why, in plain words."""
+    setup, best = prediction.setup, prediction.best
+    where = f"at batch {setup.batch}, context {setup.context:,}"
+    limit = _critical_context(prediction)
+    if best.speedup is None:
+        breaks_even = best.break_even_alpha
+        if breaks_even is None:
+            text = (
+                f"this configuration is predicted never to pay: {where}, {_reason(best)}; {limit}"
+            )
+        else:
+            text = (
+                "no acceptance is known for this configuration, so there is no verdict: it pays if"
+                f" alpha exceeds {breaks_even:.2f} at gamma {best.gamma} ({where}); {limit}."
+                f" {_remedy(prediction)}"
+            )
+    else:
+        estimate = prediction.estimate
+        assert estimate is not None
+        basis = "measured acceptance, predicted times; " if estimate.is_measured else ""
+        text = (
+            f"this configuration is predicted to run at {prediction.speedups}, with gamma"
+            f" {best.gamma}: {where}, {_reason(best)}; {limit} ({basis}alpha {estimate.alpha:.2f}:"
+            f" {estimate.source})"
+        )
+    needed, device = prediction.memory.total / GIB, prediction.setup.hardware.device
+    unfit = (
+        f". It needs {needed:.0f} GiB of {device.memory / GIB:.0f} on each GPU, so it does not fit"
+    )
+    return text if prediction.fits else f"{text}{unfit}"
+
+
+def pays_from(at: AtGamma) -> str:
+    """Return the alpha from which speculation pays, for a table."""
+    return "never" if at.break_even_alpha is None else f"{at.break_even_alpha:.2f}"
+
+
+def _remedy(prediction: Prediction) -> str:
+    """Return what would give a verdict."""
+    budgets = ", ".join(map(str, prediction.known_budgets))
+    advice = (
+        f"Choose a budget with a known acceptance (cache.budget={budgets})"
+        if budgets
+        else "Measure it with a run"
+    )
+    return f"{advice}, or give one, such as scenario.alpha={ASSUMED}"
+
+
+def _critical_context(prediction: Prediction) -> str:
+    critical = prediction.critical_context
+    if critical is None:
+        return f"S* is beyond {prediction.setup.target.max_position_embeddings:,}"
+    return f"S* is {round(critical, 1 - len(str(critical)) + 1):,}"
+
+
+def _reason(at: AtGamma) -> str:
+    """Return what the baseline spends its time on if speculation pays, else what speculation spends
+    it on.
+    """
+    times, decoding = at.times, at.times.target
+    if (at.speedup or 0.0) >= 1.0:
+        return f"decoding is {BOUND_BY[decoding.largest]}"
+    drafting = times.draft.plus(times.select).scaled(times.gamma)
+    # The time beyond that of decoding; an operator that becomes bound by compute counts with all
+    # its time.
+    extra = times.verify.plus(decoding, -1.0)
+    return (
+        f"drafting takes {drafting.total / decoding.total:.2f} decoding steps and is"
+        f" {BOUND_BY[drafting.largest]}, verification takes"
+        f" {times.verify.total / decoding.total:.2f} and is {BOUND_BY[extra.largest]}"
+    )

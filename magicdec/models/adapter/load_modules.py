@@ -1,0 +1,108 @@
+"""Make the modules of a model: without storage, with random weights, or from a checkpoint."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from magicdec.architectures.modules_config import ModulesConfig
+from magicdec.attention.base import Attention
+from magicdec.errors import UserError, in_one_line
+from magicdec.models.adapter.facts import storeless
+from magicdec.models.adapter.interface import NAME
+from magicdec.models.adapter.model import ModulesTransformer
+from magicdec.models.adapter.transformers_library import check_version, config_from, quiet
+from magicdec.models.unread import report_line
+
+RANDOM_SPREAD = 0.02  # of random weights
+
+
+def without_storage(
+    config: ModulesConfig, dtype: torch.dtype, attention: Attention
+) -> ModulesTransformer:
+    """Return the model on the meta device."""
+    quiet()
+    whole = config_from(config.config_json)
+    return ModulesTransformer.of(config, storeless(whole, dtype, NAME), attention)
+
+
+def random(
+    config: ModulesConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    attention: Attention,
+    longest: int,
+) -> ModulesTransformer:
+    """Return the model with random weights, made on the device."""
+    quiet()
+    with device:
+        causal = AutoModelForCausalLM.from_config(
+            config_from(config.config_json), dtype=dtype, attn_implementation=NAME
+        )
+    generator = torch.Generator(device).manual_seed(0)
+    with torch.no_grad():
+        for weight in causal.parameters():
+            if weight.dim() > 1:
+                weight.normal_(0, RANDOM_SPREAD, generator=generator)
+    return _ready(config, causal, attention, longest)
+
+
+def load(
+    folder: Path,
+    config: ModulesConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    attention: Attention,
+    longest: int,
+) -> ModulesTransformer:
+    """Return the model with a checkpoint's weights, on the device.
+
+    Only safetensors are read, and no code of the checkpoint is run. Raise UserError for weights
+    that are missing or have other shapes, and report those that have no place in the model.
+    """
+    quiet()
+    check_version()
+    loader: Any = AutoModelForCausalLM
+    try:
+        causal, report = loader.from_pretrained(
+            folder,
+            config=config_from(config.config_json),
+            dtype=dtype,
+            attn_implementation=NAME,
+            use_safetensors=True,
+            trust_remote_code=False,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UserError(
+            f"{folder}: transformers cannot load its weights ({in_one_line(error):.200})"
+        ) from None
+    if missing := sorted(report["missing_keys"]):
+        raise UserError(f"{folder}: {len(missing)} tensors are missing, such as {missing[0]}")
+    if wrong := sorted(report["mismatched_keys"]):
+        raise UserError(f"{folder}: tensors have other shapes than its modules, such as {wrong[0]}")
+    if unread := sorted(report["unexpected_keys"]):
+        report_line(f"{folder}: {len(unread)} tensors are not read, such as {unread[0]}")
+    return _ready(config, causal.to(device), attention, longest)
+
+
+def _ready(
+    config: ModulesConfig, causal: Any, attention: Attention, longest: int
+) -> ModulesTransformer:
+    if config.long_rope_from is not None:
+        fix_long_rope(causal, longest)
+    return ModulesTransformer.of(config, causal, attention)
+
+
+def fix_long_rope(causal: Any, longest: int) -> None:
+    """Let rotary embeddings with a short and a long table take, once and for all, the one for
+    sequences of `longest` tokens. Entries of a cache then suit each other at every length.
+    """
+    for module in causal.modules():
+        if getattr(module, "rope_type", None) == "longrope":
+            [device] = {buffer.device for buffer in module.buffers()}
+            place_11 = torch.tensor([[longest - 1]], device=device)
+            module(torch.zeros(1, device=device), place_11)
+            module.rope_type = "default"

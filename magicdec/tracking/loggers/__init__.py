@@ -1,0 +1,1 @@
+"""The trackers that runs are logged to: a module each, named like its option of `tracker`."""
