@@ -203,11 +203,48 @@ def selection(layer: Layer, policy: str) -> Case:
     )
     random = torch.rand(layer.rows, layer.model.num_kv_heads, layer.context, device=layer.device)
     rival = {"torch.topk": lambda: lambda: random.topk(layer.budget, sorted=False)}
+    before = operators()
     return Case(
-        {"operators": lambda: cache.select(0, q, triton, plan)},
+        {
+            "triton": lambda: cache.select(0, q, triton, plan),
+            "operators": lambda: cache.select(0, q, before, plan),
+        },
         reference,
         moved,
         rival,
+        selects=True,
+    )
+
+
+def operators() -> Attention:
+    """Return Triton's attention with what selected before it had kernels for that: PyTorch's
+    operators.
+    """
+
+    class Operators(BACKENDS["triton"].work):
+        select_largest = Attention.select_largest
+        select_slots = Attention.select_slots
+        select_pages = Attention.select_pages
+
+    return Operators()
+
+
+def ranking(layer: Layer) -> Case:
+    """A selection by scores that are there, of as many layers as a model has; its rival is
+    torch.topk.
+    """
+    triton, size = BACKENDS["triton"].work(), (layer.rows, layer.model.num_kv_heads, layer.context)
+    scores = torch.rand(min(32, layer.rows * 2), *size, device=layer.device)
+    last = torch.full((layer.rows, 1), layer.context, device=layer.device)
+    first, before = torch.zeros_like(last), operators()
+    return Case(
+        {
+            "triton": lambda: triton.select_largest(scores, first, last, layer.budget),
+            "operators": lambda: before.select_largest(scores, first, last, layer.budget),
+        },
+        lambda: SdpaAttention().select_largest(scores, first, last, layer.budget),
+        scores.nbytes,
+        {"torch.topk": lambda: lambda: scores.topk(layer.budget, sorted=False)},
         selects=True,
     )
 
@@ -297,6 +334,7 @@ KERNELS: dict[str, Callable[[Layer], Case]] = {
     "codes, 8 bits": partial(codes, bits=8),
     "quest": partial(selection, policy="quest"),
     "topk": partial(selection, policy="topk"),
+    "ranking": ranking,
     "int4 matmul": partial(matmul, bits=4),
     "int8 matmul": partial(matmul, bits=8),
     "truncation, T=1": partial(truncation, tokens=1),

@@ -64,6 +64,15 @@ class Weighting(NamedTuple):
 PLAIN = Weighting()
 
 
+@dataclass(frozen=True)
+class PageBounds:
+    """The least and the largest value of each feature of pages of `size` keys each."""
+
+    least_BKPD: Tensor
+    largest_BKPD: Tensor
+    size: int
+
+
 class Attention(ABC, Generic[AttentionPlan]):
     """Attention of T new tokens over a cache whose last T valid entries are these tokens
     themselves.
@@ -187,6 +196,48 @@ class Attention(ABC, Generic[AttentionPlan]):
         leading dimensions. Where there are fewer than N = min(count, S), the rest is -1.
         """
         return select_largest(scores, first, last, count)
+
+    def select_slots(
+        self,
+        q_BTHD: Tensor,
+        k_BKSD: Tensor,
+        v_BKSD: Tensor,
+        plan: AttentionPlan,
+        length_B: Tensor,
+        count: int,
+    ) -> Tensor:
+        """Return the `count` slots of each KV head (B, K, N) before `length_B` that receive most
+        attention, as `attend_scored` sums it.
+        """
+        _, scores_BKS = self.attend_scored(q_BTHD, k_BKSD, v_BKSD, plan)
+        length_B1 = length_B.long()[:, None]
+        return self.select_largest(scores_BKS, torch.zeros_like(length_B1), length_B1, count)
+
+    def select_pages(
+        self, q_BTHD: Tensor, bounds: PageBounds, first_B: Tensor, length_B: Tensor, count: int
+    ) -> Tensor:
+        """Return the slots (B, K, N) of `count` pages from `first_B` up to `length_B`: the last
+        page, and others by a bound on the attention to them, as `page_shares` sums it.
+
+        Slots of these pages that lie outside are -1. So is the rest where there are fewer pages.
+        """
+        first_B1, size = first_B[:, None], bounds.size
+        first_page_B1, last_page_B1 = first_B1 // size, (length_B[:, None] - 1) // size
+        share_BKP = self.page_shares(
+            q_BTHD,
+            bounds.least_BKPD,
+            bounds.largest_BKPD,
+            first_page_B1[:, 0],
+            last_page_B1[:, 0] + 1,
+        )
+        older_BKN = self.select_largest(share_BKP, first_page_B1, last_page_B1, count - 1)
+        last_BK1 = last_page_B1[..., None].expand(-1, older_BKN.shape[1], -1)
+        page_BKN = torch.cat((older_BKN, last_BK1), dim=-1)
+        entry_E = torch.arange(size, device=q_BTHD.device)
+        # Negative where there is no page.
+        slot_BKN = (page_BKN[..., None] * size + entry_E).flatten(2)
+        read_BKN = (slot_BKN < length_B[:, None, None]) & (slot_BKN >= first_B1[..., None])
+        return slot_BKN.masked_fill(~read_BKN, -1)
 
 
 def select_largest(scores: Tensor, first: Tensor, last: Tensor, count: int) -> Tensor:

@@ -38,13 +38,17 @@ class DynamicCache(FullCache):
         return None
 
     @override
+    def plan(self, attention: Attention, num_new: int, dtype: torch.dtype) -> list[Any]:
+        """Note the slots of proposals, which are the same in all layers."""
+        next_N = torch.arange(self.spec.gamma + 1, device=self.length_B.device)
+        self._proposed_BN = self.length_B.long()[:, None] + next_N
+        return super().plan(attention, num_new, dtype)
+
+    @override
     def attend(self, layer: int, q_BTHD: Tensor, attention: Attention, plan: Any) -> Tensor:
         selected_BKN = self.select(layer, q_BTHD, attention, plan)
-        proposed_BP = self.length_B.long()[:, None] + torch.arange(
-            self.spec.gamma + 1, device=q_BTHD.device
-        )
-        proposed_BKP = proposed_BP[:, None].expand(-1, selected_BKN.shape[1], -1)
-        indices_BKN = torch.cat((selected_BKN, proposed_BKP), dim=-1)
+        proposed_BKN = self._proposed_BN[:, None].expand(-1, selected_BKN.shape[1], -1)
+        indices_BKN = torch.cat((selected_BKN, proposed_BKN), dim=-1)
         return attention.attend(q_BTHD, self.k_LBKSD[layer], self.v_LBKSD[layer], plan, indices_BKN)
 
     @override

@@ -14,7 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from magicdec.architectures.model_config import ModelConfig
-from magicdec.attention.base import Attention
+from magicdec.attention.base import Attention, PageBounds
 from magicdec.cache.dynamic import DynamicCache
 from magicdec.config.choices import CacheConfig, CacheSpec
 from magicdec.config.registry import POLICIES
@@ -80,25 +80,21 @@ class QuestCache(DynamicCache):
         )
 
     @override
+    def plan(self, attention: Attention, num_new: int, dtype: torch.dtype) -> list[Any]:
+        windows = [self.config.window_of(layer) for layer in range(self.config.num_layers)]
+        first_seen = {
+            window: self.first_seen_B(windows.index(window), self.seqlens_B)
+            for window in set(windows)
+        }
+        self._first_seen = [first_seen[window] for window in windows]
+        return super().plan(attention, num_new, dtype)
+
+    @override
     def select(self, layer: int, q_BTHD: Tensor, attention: Attention, plan: Any) -> Tensor:
-        first_seen_B1 = self.first_seen_B(layer, self.seqlens_B)[:, None]
-        first_B1, last_B1 = (
-            first_seen_B1 // self.page_size,
-            (self.length_B[:, None] - 1) // self.page_size,
+        bounds = PageBounds(self.least_LBKPD[layer], self.largest_LBKPD[layer], self.page_size)
+        return attention.select_pages(
+            q_BTHD, bounds, self._first_seen[layer], self.length_B, self.num_pages
         )
-        bounds = self.least_LBKPD[layer], self.largest_LBKPD[layer]
-        share_BKP = attention.page_shares(q_BTHD, *bounds, first_B1[:, 0], last_B1[:, 0] + 1)
-        older_BKN = attention.select_largest(share_BKP, first_B1, last_B1, self.num_pages - 1)
-        page_BKN = torch.cat(
-            (older_BKN, last_B1[..., None].expand(-1, older_BKN.shape[1], -1)), dim=-1
-        )
-        entry_E = torch.arange(self.page_size, device=q_BTHD.device)
-        # Negative where there is no page.
-        slot_BKN = (page_BKN[..., None] * self.page_size + entry_E).flatten(2)
-        read_BKN = (slot_BKN < self.length_B[:, None, None]) & (
-            slot_BKN >= first_seen_B1[..., None]
-        )
-        return slot_BKN.masked_fill(~read_BKN, -1)
 
     @override
     def load(self, source: KVCache, scores_LBKS: Tensor | None = None) -> None:

@@ -5,7 +5,6 @@ B rows, T new tokens, H query heads, D head dim, K KV heads, N selected slots, S
 
 from typing import Any
 
-import torch
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 from typing_extensions import override
@@ -42,10 +41,5 @@ class TopKCache(DynamicCache):
 
     @override
     def select(self, layer: int, q_BTHD: Tensor, attention: Attention, plan: Any) -> Tensor:
-        _, scores_BKS = attention.attend_scored(
-            q_BTHD, self.k_LBKSD[layer], self.v_LBKSD[layer], plan
-        )
-        length_B1 = self.length_B.long()[:, None]
-        return attention.select_largest(
-            scores_BKS, torch.zeros_like(length_B1), length_B1, self.budget
-        )
+        entries = self.k_LBKSD[layer], self.v_LBKSD[layer]
+        return attention.select_slots(q_BTHD, *entries, plan, self.length_B, self.budget)

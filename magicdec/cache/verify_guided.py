@@ -130,6 +130,11 @@ class VerifyGuidedCache(DynamicCache):
         ]
 
     @override
+    def plan(self, attention: Attention, num_new: int, dtype: torch.dtype) -> list[Any]:
+        """Note nothing: the slots of proposals are among those that are read."""
+        return super(DynamicCache, self).plan(attention, num_new, dtype)
+
+    @override
     def select(self, layer: int, q_BTHD: Tensor, attention: Attention, plan: Any) -> Tensor:
         """Return the last selection, and the latest tokens."""
         return self.read_LBKN[layer, ..., : self.budget]

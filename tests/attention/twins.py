@@ -36,6 +36,11 @@ def selection(seqlens, num_new, capacity, count):
     return torch.cat((chosen, new[:, None].expand(-1, KV_HEADS, -1)), dim=-1)
 
 
+def at(slots, scores):
+    """The scores of slots; 0 of negative ones."""
+    return scores.gather(-1, slots.clamp(min=0)).masked_fill(slots < 0, 0.0)
+
+
 def compacted(k, v, seqlens, num_new, count):
     """At most `count` of each head's old entries in any order, the new ones behind them: keys,
     values, lengths, the positions by which a window finds them, and the slots that they come from

@@ -227,6 +227,12 @@ def _traffic(name: str, arguments: dict[str, Any]) -> tuple[int, int]:
         return _bytes(arguments["partial"]) + _bytes(arguments["lse"]), _bytes(arguments["out"])
     if name == "sum_scores":
         return _bytes(arguments["raw"]) + _bytes(arguments["lse"]), _bytes(arguments["out"])
+    if written := {"weigh_places": ("raw", "lse"), "select_places": ("out",)}.get(name):
+        tensors = {key: x for key, x in arguments.items() if isinstance(x, Tensor)}
+        moved = sum(map(_bytes, tensors.values()))
+        return moved - sum(_bytes(tensors[key]) for key in written), sum(
+            _bytes(tensors[key]) for key in written
+        )
     if name != "attend_split":
         tensors = [x for x in arguments.values() if isinstance(x, Tensor)]
         return sum(map(_bytes, tensors)), 0
@@ -285,13 +291,14 @@ def fake_cuda(capability: int | None = None) -> Iterator[Recording]:
     """
     lend_guard()
     from magicdec.attention.cuda import triton_grid as grid
-    from magicdec.kernels import coded_kv, split_kv, triton_sampling
+    from magicdec.kernels import coded_kv, selected_slots, split_kv, triton_sampling
     from magicdec.models import code_matmul
 
     recording, card = Recording(), GPUS[capability or 90]
     launched = (
         (split_kv, ("attend_split", "merge_splits", "sum_scores")),
         (coded_kv, ("attend_coded",)),
+        (selected_slots, ("weigh_places", "select_places")),
         (triton_sampling, ("collect", "find_cut", "write", "draw_numbers")),
         (code_matmul, ("multiply_codes",)),
     )

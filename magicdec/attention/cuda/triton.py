@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from magicdec.attention.base import PageBounds
 from magicdec.attention.codes import Coded
 from magicdec.attention.cuda import triton_codes as codes
 from magicdec.attention.cuda import triton_grid as grid
+from magicdec.attention.cuda import triton_selection as selection
 from magicdec.attention.cuda.triton_grid import ceil_div, kernels, power_of_2
 from magicdec.attention.sdpa_fallback import (
     KernelAttention,
@@ -110,6 +112,33 @@ class TritonAttention(KernelAttention):
             return super().attend_coded(q_BTHD, k_BKSD, v_BKSD, plan, coded)
         q, k, v = map(with_dense_entries, (q_BTHD, k_BKSD, v_BKSD))
         return codes.attend(q, k, v, plan.seqlens_B, coded)
+
+    @override
+    def select_largest(self, scores: Tensor, first: Tensor, last: Tensor, count: int) -> Tensor:
+        return selection.largest(scores, first, last, count)
+
+    @override
+    def select_slots(
+        self,
+        q_BTHD: Tensor,
+        k_BKSD: Tensor,
+        v_BKSD: Tensor,
+        plan: KernelPlan,
+        length_B: Tensor,
+        count: int,
+    ) -> Tensor:
+        if not selection.fits(q_BTHD, k_BKSD.shape[1]):
+            return super().select_slots(q_BTHD, k_BKSD, v_BKSD, plan, length_B, count)
+        q, k = map(with_dense_entries, (q_BTHD, k_BKSD))
+        return selection.slots(q, k, plan, length_B, count)
+
+    @override
+    def select_pages(
+        self, q_BTHD: Tensor, bounds: PageBounds, first_B: Tensor, length_B: Tensor, count: int
+    ) -> Tensor:
+        if not selection.fits(q_BTHD, bounds.least_BKPD.shape[1]):
+            return super().select_pages(q_BTHD, bounds, first_B, length_B, count)
+        return selection.pages(with_dense_entries(q_BTHD), bounds, first_B, length_B, count)
 
     def _attend(
         self,

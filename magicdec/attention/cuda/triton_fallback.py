@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from magicdec.attention.base import PageBounds
 from magicdec.attention.codes import Coded
-from magicdec.attention.cuda.triton import TritonAttention
+from magicdec.attention.cuda.triton import HEAD_DIMS, TritonAttention
 from magicdec.attention.sdpa_fallback import KernelAttention, KernelPlan
 
 
@@ -73,6 +74,34 @@ class LibraryAttention(KernelAttention):
         if other := self._triton_for(q_BTHD.device, q_BTHD.dtype, q_BTHD.shape[-1]):
             return other.decode_scored(q_BTHD, k_BKSD, v_BKSD, plan, counted_BT)
         return super().decode_scored(q_BTHD, k_BKSD, v_BKSD, plan, counted_BT)
+
+    @override
+    def select_largest(self, scores: Tensor, first: Tensor, last: Tensor, count: int) -> Tensor:
+        if other := self._triton_for(scores.device, scores.dtype, HEAD_DIMS[0]):
+            return other.select_largest(scores, first, last, count)
+        return super().select_largest(scores, first, last, count)
+
+    @override
+    def select_slots(
+        self,
+        q_BTHD: Tensor,
+        k_BKSD: Tensor,
+        v_BKSD: Tensor,
+        plan: KernelPlan,
+        length_B: Tensor,
+        count: int,
+    ) -> Tensor:
+        if other := self._triton_for(q_BTHD.device, q_BTHD.dtype, q_BTHD.shape[-1]):
+            return other.select_slots(q_BTHD, k_BKSD, v_BKSD, plan, length_B, count)
+        return super().select_slots(q_BTHD, k_BKSD, v_BKSD, plan, length_B, count)
+
+    @override
+    def select_pages(
+        self, q_BTHD: Tensor, bounds: PageBounds, first_B: Tensor, length_B: Tensor, count: int
+    ) -> Tensor:
+        if other := self._triton_for(q_BTHD.device, q_BTHD.dtype, q_BTHD.shape[-1]):
+            return other.select_pages(q_BTHD, bounds, first_B, length_B, count)
+        return super().select_pages(q_BTHD, bounds, first_B, length_B, count)
 
     def _triton_for(
         self, device: torch.device, dtype: torch.dtype, head_dim: int
