@@ -61,10 +61,12 @@ class Usage:
 @dataclass(frozen=True, config=JSON)
 class Choice:
     """The new text of an event, its tokens where the server tells them, and why the answer ends
-    here if it does.
+    here if it does. A server that parses reasoning sends that under a name of its own.
     """
 
     text: str | None = None
+    reasoning: Lenient[str] = None
+    reasoning_content: Lenient[str] = None
     token_ids: list[Number] | None = None
     finish_reason: Lenient[str] = None
 
@@ -78,12 +80,38 @@ class Timings:
 
 
 @dataclass(frozen=True, config=JSON)
+class Speculation:
+    """Where vLLM counts proposals of a request (--per-request-spec-decode-metrics): rounds by their
+    accepted tokens, from none on.
+    """
+
+    num_spec_steps: Number
+    num_draft_tokens: Number
+    acceptance_histogram: list[Number]
+
+    @property
+    def counts(self) -> Counts:
+        """Return the counts, with the accepted tokens by position."""
+        places = range(1, len(self.acceptance_histogram))
+        accepted = tuple(sum(self.acceptance_histogram[place:]) for place in places)
+        return Counts(self.num_spec_steps, self.num_draft_tokens, accepted)
+
+
+@dataclass(frozen=True, config=JSON)
+class PerRequest:
+    """vLLM's metrics of a request, in its last event."""
+
+    speculative_decoding: Lenient[Speculation] = None
+
+
+@dataclass(frozen=True, config=JSON)
 class Event:
     """An event of a stream. One that only counts has no choices."""
 
     choices: list[Choice] | None = None
     usage: Usage | None = None
     timings: Lenient[Timings] = None
+    metrics: Lenient[PerRequest] = None
 
 
 class EndpointRequest(Request):
@@ -94,9 +122,21 @@ class EndpointRequest(Request):
         self.text = ""
         self.counts: Counts | None = None  # None: the response does not say
         self.finish_reason: str | None = None
+        self._is_sent = False
         self._num_told = 0  # tokens whose ids the server has sent
         self._usage: Usage | None = None
         self._timings: Timings | None = None
+        self._speculation: Speculation | None = None
+        self.num_retries = 0
+
+    def note_sent(self) -> None:
+        """Note that the request is sent. Its times are those of the last attempt: before that, it
+        is the client that waits.
+        """
+        if self._is_sent:
+            self.num_retries += 1
+            self.arrived = perf_counter()
+        self._is_sent = True
 
     @property
     @override
@@ -116,17 +156,20 @@ class EndpointRequest(Request):
         """
         before, self._usage = self.num_tokens, event.usage or self._usage
         self._timings = event.timings or self._timings
+        if event.metrics and event.metrics.speculative_decoding:
+            self._speculation = event.metrics.speculative_decoding
         if not event.choices:
             return
         choice = event.choices[0]
-        self.text += choice.text or ""
+        text = (choice.text or "") + (choice.reasoning or choice.reasoning_content or "")
+        self.text += text
         self.finish_reason = choice.finish_reason or self.finish_reason
         if choice.token_ids is not None:
             is_new = bool(choice.token_ids)
             self.tokens += choice.token_ids
             self._num_told += len(choice.token_ids)
         else:
-            is_new = bool(choice.text) or self.num_tokens > before
+            is_new = bool(text) or self.num_tokens > before
         if is_new:
             self.chunk_times.append(perf_counter())
 
@@ -172,6 +215,8 @@ class EndpointRequest(Request):
             )
 
     def _counted(self, details: Details) -> Counts | None:
+        if self._speculation is not None:
+            return self._speculation.counts
         if details.accepted_prediction_tokens is not None and details.rounds is not None:
             accepted = details.accepted_prediction_tokens
             return Counts(

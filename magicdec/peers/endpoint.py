@@ -6,6 +6,7 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
@@ -88,6 +89,15 @@ EXTRAS = ((True, True, True), (True, True, False), (True, False, False), (False,
 DIALECTS = [Dialect(ids, *extras) for ids in (True, False) for extras in EXTRAS]
 
 
+# The request that a task sends: the client says when it does, and how often.
+SENT: ContextVar[EndpointRequest | None] = ContextVar("SENT", default=None)
+
+
+async def _note_sent(_: Any) -> None:
+    if (request := SENT.get()) is not None:
+        request.note_sent()
+
+
 class EndpointAnswer:
     """The answer to one request. Iterating waits for it; a request that fails says so, and raises
     nothing.
@@ -111,7 +121,10 @@ class Endpoint:
         timeout = openai.Timeout(address.time_limit_s, connect=min(CONNECT_S, address.time_limit_s))
         # A redirect may lead to another host, and a proxy too.
         self._http = openai.DefaultAsyncHttpxClient(
-            follow_redirects=False, trust_env=address.proxied, timeout=timeout
+            follow_redirects=False,
+            trust_env=address.proxied,
+            timeout=timeout,
+            event_hooks={"request": [_note_sent]},
         )
         self._client = openai.AsyncOpenAI(
             base_url=address.url,
@@ -185,6 +198,7 @@ class Endpoint:
 
     async def receive(self, request: EndpointRequest) -> None:
         """Send a request and wait for its end."""
+        SENT.set(request)
         try:
             async with asyncio.timeout(self.address.time_limit_s):
                 body = self._dialect.body(request, self._tokenizer)
@@ -212,6 +226,7 @@ class Endpoint:
 
     async def counters(self) -> Counts:
         """Return the server's own counters of speculation so far; none where it has no /metrics."""
+        SENT.set(None)
         with suppress(Exception):  # whatever the server does, it gives none
             response = await self._http.get(self.address.url.removesuffix("/v1") + "/metrics")
             return read_counters(response.text)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from statistics import fmean
 from typing import Any, cast
 
 import torch
@@ -86,7 +87,9 @@ class Measurement:
         """Measure a level of load after a short request; return its metrics. Raise EndpointFailed
         if nothing was answered.
         """
-        warm_up = warm_up_of(self.jobs)
+        # A server may reject the longer ones.
+        shortest = min(self.jobs, key=lambda job: len(job.prompt))
+        warm_up = warm_up_of([shortest])
         request = endpoint.generate(warm_up.prompt, warm_up.params).request
         await endpoint.receive(request)
         if request.error is not None:
@@ -98,19 +101,29 @@ class Measurement:
         measured = Level(
             cast(list[EndpointRequest], requests), seconds, before, await endpoint.counters()
         )
+        self._warn_of_retries(f"{way}, {level}", measured)
         errors = (request.error for request in measured.requests if request.error is not None)
         reasons = Counter(described(error, endpoint.address.time_limit_s) for error in errors)
         for reason, number in reasons.most_common(1):
             failed = f"{way}, {level}: {reasons.total()} of {len(requests)} requests failed"
             if not measured.answered:
                 raise EndpointFailed(f"{endpoint.address.name}: {failed}: {reason}")
-            to_stderr(f"warning: {failed}: {reason} ({number} times)")
+            lengths = _lengths_in_words(measured)
+            to_stderr(f"warning: {failed}: {reason} ({number} times){lengths}")
         self.levels.setdefault(level, {})[way] = measured
         self.history[:] = [
             {load.kind: load.value} | self.metrics(ways) for load, ways in self.levels.items()
         ]
         self.run.write_lines("history", self.history)
         return self.metrics({way: measured})
+
+    def _warn_of_retries(self, where: str, level: Level) -> None:
+        """Say how many requests were sent again: the time until then is not in their latencies."""
+        if number := sum(request.num_retries > 0 for request in level.requests):
+            to_stderr(
+                f"warning: {where}: {number} of {len(level.requests)} requests were sent again;"
+                " their times begin with the last attempt"
+            )
 
     def metrics(self, ways: dict[str, Level]) -> Metrics:
         """Return the metrics of a level. Requests that failed in either way are left out of
@@ -135,7 +148,12 @@ class Measurement:
             if "speculative" in pairs:
                 result |= by_category(categories, partial(_acceptance, pairs["speculative"][0]))
         for name, way in ways.items():
-            result[f"{name}/failed_requests"] = len(way.requests) - len(way.answered)
+            failed = [request for request in way.requests if request.error is not None]
+            result[f"{name}/failed_requests"] = len(failed)
+            if failed:
+                result[f"{name}/failed_context_len_mean"] = _mean_length(failed)
+                result[f"{name}/answered_context_len_mean"] = _mean_length(way.answered)
+            result[f"{name}/retried_requests"] = sum(one.num_retries > 0 for one in way.requests)
         if "speculative" in ways:
             counts, source = ways["speculative"].acceptance
             gamma = counts.proposed // counts.rounds if counts.rounds else 0
@@ -177,6 +195,22 @@ def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
     rows = outputs.rows(plan.config.data.save_prompts)
     shown = view(plan, results, work.history, work.facts["engine/served"])
     return Outcome(results, rows, work.history, view=shown)
+
+
+def _mean_length(requests: Sequence[EndpointRequest]) -> float:
+    return fmean(len(request.prompt) for request in requests) if requests else 0.0
+
+
+def _lengths_in_words(level: Level) -> str:
+    """Return that the figures are of shorter prompts, where the longer ones have failed."""
+    failed = _mean_length([request for request in level.requests if request.error is not None])
+    answered = _mean_length(level.answered)
+    if not level.answered or failed <= answered:
+        return ""
+    return (
+        f"; they have {failed:,.0f} prompt tokens on average and those that were answered"
+        f" {answered:,.0f}: all figures are of shorter prompts"
+    )
 
 
 def _acceptance(requests: Sequence[EndpointRequest], rows: Sequence[int]) -> Metrics:

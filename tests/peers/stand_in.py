@@ -37,6 +37,13 @@ class Behaviour:
     body: str = ""  # instead of a stream
     dies_at: int = 1 << 30  # a request
     breaks_at: int = 1 << 30  # a request, whose answer ends early
+    longest: int = 1 << 30  # prompt that is taken
+    busy_ms: int = 0  # after which a request that was refused may be sent again; 0: none is refused
+    thinks: int = 0  # chunks that are reasoning, at the beginning of an answer
+    ramp_s: float = 0.0  # in addition between the first chunks of an answer, those of RAMP
+
+
+RAMP = 6
 
 
 class Server(ThreadingHTTPServer):
@@ -45,7 +52,7 @@ class Server(ThreadingHTTPServer):
     def __init__(self, port: int, behaviour: Behaviour):
         super().__init__(("127.0.0.1", port), Handler)
         self.behaviour, self.asked = behaviour, []
-        self.num_rounds = 0
+        self.num_rounds, self.refused = 0, set()
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -99,6 +106,13 @@ class Handler(BaseHTTPRequestHandler):
         if unknown or (isinstance(body["prompt"], list) and not behaviour.takes_ids):
             self.answer(422, json.dumps({"error": {"message": f"what is {sorted(unknown)}?"}}))
             return
+        if len(body["prompt"]) > behaviour.longest:
+            self.answer(400, json.dumps({"error": {"message": "the prompt is too long"}}))
+            return
+        if behaviour.busy_ms and str(body["prompt"]) not in server.refused:
+            server.refused.add(str(body["prompt"]))
+            self.answer(429, "{}", **{"retry-after-ms": str(behaviour.busy_ms)})
+            return
         server.asked.append(body | {"key": self.headers["Authorization"]})
         if len(server.asked) >= behaviour.dies_at:
             threading.Thread(target=server.shutdown).start()
@@ -123,13 +137,12 @@ class Handler(BaseHTTPRequestHandler):
         for number, chunk in enumerate(chunks):
             if number == 2 and breaks:
                 break
-            time.sleep(behaviour.chunk_s)
+            time.sleep(behaviour.chunk_s + (behaviour.ramp_s if number < RAMP else 0.0))
             reason = behaviour.reason if number == len(chunks) - 1 else None
-            choice = {
-                "index": 0,
-                "text": "".join(f"[{token}]" for token in chunk),
-                "finish_reason": reason,
-            }
+            text = "".join(f"[{token}]" for token in chunk)
+            choice = {"index": 0, "text": text, "finish_reason": reason}
+            if number < behaviour.thinks:
+                choice |= {"text": "", "reasoning_content": text}
             usage = (
                 {"usage": {"prompt_tokens": 8, "completion_tokens": 0}}
                 if behaviour.lagging_usage
