@@ -207,6 +207,7 @@ class Profile(Needs):
     batch_sizes: SomeCounts
     context_lens: SomeCounts
     gammas: SomeCounts
+    expected_alpha: Share | None = None
 
     @override
     def largest(self, batch: BatchConfig) -> tuple[int, int]:

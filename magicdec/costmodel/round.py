@@ -141,12 +141,10 @@ class Setup:
         """Return T_T."""
         return step_time(self.target_pass, self.hardware)
 
-    @cached_property
-    def draft_step_times(self) -> tuple[StepTime, StepTime]:
-        """Return the first draft step of a round, and each of the others."""
-        if not self.draft.is_model:
-            return StepTime(), StepTime()
-        step = Pass(
+    @property
+    def draft_pass(self) -> Pass:
+        """Return one step of a draft that is a model."""
+        return Pass(
             self.draft_model,
             self.batch,
             1,
@@ -157,6 +155,13 @@ class Setup:
             activation_bytes=self.element_bytes,
             head_bytes=self.weight_bytes,
         )
+
+    @cached_property
+    def draft_step_times(self) -> tuple[StepTime, StepTime]:
+        """Return the first draft step of a round, and each of the others."""
+        if not self.draft.is_model:
+            return StepTime(), StepTime()
+        step = self.draft_pass
         later = step_time(step, self.hardware)
         is_exact = self.draft.shares_target or self.draft.keeps_entries
         refed = self.hardware.stack.refed_tokens(is_exact, self.cache.policy)

@@ -8,7 +8,7 @@ All are timed at a steady state (peers/steady.py), as are their 95% intervals.
 """
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from math import hypot
@@ -20,20 +20,29 @@ from rich.text import Text
 
 from magicdec.config.load import to_dict
 from magicdec.config.schema import Config, Profile
+from magicdec.costmodel.diagnosis import Diagnosis
 from magicdec.costmodel.speedup import alpha_from_acceptance_length
 from magicdec.errors import UserError, to_stderr
 from magicdec.measure.metrics import Metrics
 from magicdec.peers.base import Servable
 from magicdec.peers.endpoint import Endpoint
+from magicdec.peers.openai import is_loopback
 from magicdec.peers.steady import LONGER, MIN_ROUNDS, Burst, steady
 from magicdec.planning import build
 from magicdec.planning.resolve import resolve
 from magicdec.planning.resolved import Plan
+from magicdec.scenarios import diagnosed
+from magicdec.scenarios.diagnosed import (
+    diagnosis_metrics,
+    diagnosis_of,
+    setup_of_profile,
+    with_limits,
+)
 from magicdec.scenarios.outcome import Outcome
 from magicdec.scenarios.peer import load
 from magicdec.serving.request import Params
 from magicdec.tracking.progress import Progress
-from magicdec.tracking.run_table import described_models, grid
+from magicdec.tracking.run_table import described_models
 from magicdec.tracking.store import Run
 from magicdec.units import FREE, WAYS
 from magicdec.verification.sampling import Sampling
@@ -72,25 +81,32 @@ def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
     history.
     """
     work = Bursts(plan, run, progress, build.tokenizer(plan))
+    urls = getattr(plan.config.engine, "urls", {}).values()
+    setup = setup_of_profile(plan, all(map(is_loopback, urls)))  # before a server is busy
     asyncio.run(work.measure_all())
     metrics: Metrics = {"device": plan.device_name, "engine/served": work.served, **plan.sources}
-    return Outcome(metrics, history=work.history, view=view(plan, work))
+    history, found = work.history, None
+    if setup is not None:
+        history = with_limits(history, setup, plan.config.speculates)
+        found = diagnosis_of(history, setup, plan, plan.config.speculates)
+    metrics |= diagnosis_metrics(found)
+    return Outcome(metrics, history=history, view=view(plan, work, history, found))
 
 
-def view(plan: Plan, work: "Bursts") -> RenderableType:
-    """Return what the terminal shows: the times of all points."""
+def view(
+    plan: Plan, work: "Bursts", history: Sequence[Mapping[str, Any]], found: Diagnosis | None
+) -> RenderableType:
+    """Return what the terminal shows: the times of all points next to their limits, and the
+    diagnosis.
+    """
     described = to_dict(plan.config)
     heading = Text(f"profile from outside: {described_models(described)}", style="bold")
     window = (
         "of rounds in which all requests of a burst decode: without ramp, prefills and the last"
         " requests"
     )
-    parts: list[RenderableType] = [
-        heading,
-        Text(f"{work.served}; {window}"),
-        Text(),
-        grid(work.history),
-    ]
+    parts: list[RenderableType] = [heading, Text(f"{work.served}; {window}"), Text()]
+    parts.append(diagnosed.view(history, found, plan.config.batch.generate_len))
     rounds = [line for line in work.history if "time/round_ms" in line]
     if rounds and not any("time/verify_ms" in line for line in rounds):
         parts.append(

@@ -14,6 +14,12 @@ from magicdec.measure.metrics import Metrics
 from magicdec.measure.round_profile import profile_round
 from magicdec.planning import build
 from magicdec.planning.resolved import Plan
+from magicdec.scenarios.diagnosed import (
+    diagnosis_metrics,
+    diagnosis_of,
+    setup_of_profile,
+    with_limits,
+)
 from magicdec.scenarios.outcome import Outcome
 from magicdec.tracking.progress import Progress
 from magicdec.tracking.store import Run
@@ -35,6 +41,9 @@ def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
             run.write_lines("history", history)
             task.advance(1)
     metrics: Metrics = {"device": plan.device_name, "memory/peak_gib": peak.num_bytes / GIB}
+    if plan.config.speculates and (setup := setup_of_profile(plan)):
+        history = with_limits(history, setup, knows_draft=True)
+        metrics |= diagnosis_metrics(diagnosis_of(history, setup, plan))
     return Outcome(metrics | plan.sources, history=history)
 
 

@@ -71,12 +71,15 @@ def _results(
     yield from _header(config, metrics)
     yield Text()
     if config["scenario"]["name"] == "profile":
-        yield Group(grid(history), Text())
+        yield Group(_grid(history), Text())
     elif (speeds := _speeds(metrics)).row_count:
         yield Group(speeds, Text())
     if by_category := categories(metrics):
         yield Group(by_category, Text())
-    if meaning := [*_verdict(config, metrics), *_steps(metrics), *_memory(metrics)]:
+    meaning = [*_verdict(config, metrics), *_steps(metrics), *_memory(metrics)]
+    if "diagnosis/sentence" in metrics:
+        meaning.append(("diagnosis", Text(metrics["diagnosis/sentence"])))
+    if meaning:
         table = Table.grid(padding=(0, 1, 0, 0))
         table.add_column(width=LABEL_WIDTH - 1, style="dim")
         table.add_column(overflow="fold")
@@ -335,7 +338,7 @@ def _memory(metrics: Metrics) -> Iterator[tuple[str, Text]]:
             yield label, Text(f"{', '.join(trouble)}: measure it again", style="yellow")
 
 
-def grid(history: Sequence[Mapping[str, Any]]) -> Table:
+def _grid(history: Sequence[Mapping[str, Any]]) -> Table:
     """Return a table with a line per point of a profile."""
     columns = {"batch_size": "batch", "context_len": "context", "gamma": "gamma"}
     columns |= {f"time/{name}_ms": f"{sign}, ms" for name, sign in STEPS.items()}

@@ -1,0 +1,365 @@
+"""Say why speculation pays or does not: steps of any engine next to their limits, and one reason.
+
+A pass takes an overhead, and as many times its limits by bytes and by FLOPs as the engine is slow:
+one fit over all decode steps and verifications, at all batches, contexts and gammas. What does not
+belong into a round has another shape, which the same fit finds:
+
+- verification off the fast path: T_V grows with context times gamma, as if the KV cache were read
+  once per query row;
+- scheduling: rounds are longer than decode steps by a time that depends on nothing;
+- drafting: a round with the draft takes longer than one without by more than gamma T_D should;
+- acceptance: fewer tokens a round than were expected, or than speculation needs.
+
+Times are in seconds. Where they come from does not matter here.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import exp, inf, log, sqrt
+from statistics import fmean, median
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from magicdec.errors import UserError
+
+PAYS, ACCEPTANCE, VERIFICATION, DRAFTING, SCHEDULING, UNKNOWN = (
+    "pays",
+    "acceptance",
+    "verification",
+    "drafting",
+    "scheduling",
+    "unknown",
+)
+# What can be wrong, in the order in which equal gains are named.
+# The most that each part of a pass may be: an engine that needs longer for its FLOPs does not lack
+# them.
+SLOWEST = 4.0
+MOST = (inf, inf, SLOWEST, inf, inf)
+CAUSES = (VERIFICATION, DRAFTING, SCHEDULING, ACCEPTANCE)
+
+
+class Limit(NamedTuple):
+    """The shortest time of a pass: what its bytes take at the full bandwidth, and its FLOPs at the
+    full rate.
+    """
+
+    bytes_s: float
+    flops_s: float
+
+    @property
+    def seconds(self) -> float:
+        """Return the longer of the two."""
+        return max(self)
+
+
+@dataclass(frozen=True)
+class CellSteps:
+    """The steps of a batch at a context with a gamma, their limits by bytes and FLOPs, and the
+    acceptance.
+    """
+
+    batch: int
+    context: int
+    gamma: int
+    target_s: float  # T_T
+    round_s: float  # of a whole round with the draft
+    length: float  # tokens of a round, bonus token included
+    target_limit: Limit
+    verify_limit: Limit
+    entries: Limit  # the attention of one query row of each sequence: reading the KV cache once
+    verify_s: float | None = None  # T_V; None: it cannot be told apart from drafting
+    # Of one draft step; of none where it is no model. None: nothing is known of the draft.
+    draft_limit: Limit | None = None
+    draft_depth: float = 1.0  # its layers over the target's
+    expected_length: float | None = None  # as measured elsewhere, or published
+    wait_s: float = 0.0  # that a round waits under load: for prefills, or for room in the KV cache
+
+    @property
+    def speedup(self) -> float:
+        """Return the time of a token without speculation over that with it."""
+        return self.length * self.target_s / (self.round_s + self.wait_s)
+
+    @property
+    def draft_s(self) -> float | None:
+        """Return T_D; None where it cannot be told apart."""
+        return None if self.verify_s is None else (self.round_s - self.verify_s) / self.gamma
+
+    def requests_per_second(self, tokens: float, speedup: float | None = None) -> float:
+        """Return the requests of `tokens` new tokens that a full batch completes in a second."""
+        faster = self.speedup if speedup is None else speedup
+        return self.batch * faster / (self.target_s * tokens)
+
+    @property
+    def label(self) -> str:
+        """Return the cell in words."""
+        return f"{self.batch} x {self.context:,} with gamma {self.gamma}"
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """Losses from which a cause is named, as shares of a round (of the tokens, for acceptance).
+
+    Fixed on one half of the cases of docs/results/diagnosis.md, and judged on the other.
+    """
+
+    verification: float = 0.14
+    drafting: float = 0.12
+    scheduling: float = 0.09
+    acceptance: float = 0.20
+    unknown: float = 0.05  # of the predicted speedup
+    # A loss must also be so many times as large as what the fits leave unexplained.
+    residuals: float = 2.0
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What the times of an engine's passes say about it."""
+
+    overhead_s: float  # of a pass
+    of_bytes: float  # its time over the limit by bytes
+    of_flops: float  # its time over the limit by FLOPs
+    wait_s: float  # of a round, beyond a verification
+    reads: float  # times that a verification reads the KV cache for each proposal, beyond once
+    residual: float  # of the fit: root mean square, as a share of the times
+
+    def rereads_s(self, cell: CellSteps) -> float:
+        """Return what reading the KV cache again takes for each proposal. It is 0 where the FLOPs
+        of a slow kernel may take as long.
+        """
+        again, flops = self.reads * cell.entries.bytes_s, cell.entries.flops_s
+        return again if again + self.of_flops * flops > SLOWEST * flops else 0.0
+
+    def expected_s(self, limit: Limit, depth: float = 1.0) -> float:
+        """Return how long a pass should take that has this limit, and a share of the layers."""
+        passes = self.of_bytes * limit.bytes_s + self.of_flops * limit.flops_s
+        return depth * self.overhead_s + passes
+
+    def draft_s(self, cell: CellSteps) -> float | None:
+        """Return how long a draft step should take; None where nothing is known of the draft."""
+        limit = cell.draft_limit
+        if limit is None:
+            return None
+        return self.expected_s(limit, cell.draft_depth) if limit.seconds else 0.0
+
+    def speedup(self, cell: CellSteps) -> float:
+        """Return the speedup with steps as long as they should be, and the acceptance that was
+        expected.
+        """
+        known = self.draft_s(cell)
+        draft = (cell.draft_s or 0.0) if known is None else known
+        whole = self.expected_s(cell.verify_limit) + cell.gamma * draft
+        length = cell.expected_length or cell.length
+        return length * self.expected_s(cell.target_limit) / whole
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What one cause costs: at the cell that it costs most."""
+
+    cause: str
+    cell: CellSteps
+    share: float  # of the round, or of the tokens
+    speedup: float  # without it
+    gain_rps: float  # requests per second that the cell would serve more
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The reason in a word and in a sentence, and the figures behind it."""
+
+    cause: str
+    sentence: str
+    losses: tuple[Loss, ...]  # the largest gain first; those below their thresholds, too
+    named: tuple[str, ...]  # all causes above their thresholds, `cause` first
+    missing: float  # of the predicted speedup, as a share of it
+    paying: tuple[CellSteps, ...]
+    cells: tuple[CellSteps, ...]
+    engine: Engine
+
+
+def diagnose(
+    cells: Sequence[CellSteps], tokens: float, thresholds: Thresholds | None = None
+) -> Diagnosis:
+    """Return why speculation pays or does not in these cells. `tokens` are the new tokens of a
+    request.
+
+    Raise UserError without any cell.
+    """
+    if not cells:
+        raise UserError("there is nothing to diagnose: no round of speculation was timed")
+    limit = thresholds or Thresholds()
+    engine = fit_engine(cells)
+    losses = sorted(_losses(cells, tokens, engine), key=lambda one: -one.gain_rps)
+    named = tuple(
+        one.cause
+        for one in losses
+        if one.share >= max(getattr(limit, one.cause), limit.residuals * engine.residual)
+    )
+    paying = tuple(cell for cell in cells if cell.speedup > 1)
+    ratios = [cell.speedup / engine.speedup(cell) for cell in cells]
+    missing = 1 - exp(fmean(map(log, ratios)))
+    cause, sentence = _judged(cells, losses, named, engine, missing, limit.unknown)
+    return Diagnosis(cause, sentence, tuple(losses), named, missing, paying, tuple(cells), engine)
+
+
+def fit_engine(cells: Sequence[CellSteps]) -> Engine:
+    """Return what decode steps and verifications show, fitted to both at once."""
+    steps = list({(cell.batch, cell.context): cell for cell in cells}.values())
+    verified = [cell for cell in cells if cell.verify_s is not None]
+    limits = [cell.target_limit for cell in steps] + [cell.verify_limit for cell in verified]
+    times = [cell.target_s for cell in steps] + [cell.verify_s or 0.0 for cell in verified]
+    none = [0.0] * len(steps)
+    columns = {
+        "overhead_s": [1.0] * len(times),
+        "of_bytes": [limit.bytes_s for limit in limits],
+        "of_flops": [limit.flops_s for limit in limits],
+        "wait_s": none + [1.0] * len(verified),
+        "reads": none + [cell.gamma * cell.entries.bytes_s for cell in verified],
+    }
+    found, residual = fit_bounded(np.array([*columns.values()]).T, np.array(times), MOST)
+    return Engine(*found, residual)
+
+
+def fit_bounded(
+    matrix_NC: NDArray[np.float64], values_N: NDArray[np.float64], most: Sequence[float]
+) -> tuple[list[float], float]:
+    """Return the coefficients from 0 to `most` whose sum of columns is nearest to the values by
+    shares of these, and the root mean square of what is left.
+
+    With few columns, the best is found by trying all sets of those that are 0, free, or at their
+    bound.
+    """
+    matrix_NC, least = matrix_NC / values_N[:, None], inf
+    bounds_C = np.array(most)
+    best_C = np.zeros(len(most))
+    states = [("zero", "free") if bound == inf else ("zero", "free", "bound") for bound in most]
+    for chosen in product(*states):
+        free_C = np.array([state == "free" for state in chosen])
+        fixed_C = np.where([state == "bound" for state in chosen], bounds_C, 0.0)
+        rest_N = 1.0 - matrix_NC @ fixed_C
+        found_C = fixed_C.copy()
+        found_C[free_C] = np.linalg.lstsq(matrix_NC[:, free_C], rest_N, rcond=None)[0]
+        left = float(np.square(matrix_NC @ found_C - 1.0).sum())
+        if left < least and (found_C >= 0).all() and (found_C <= bounds_C).all():
+            best_C, least = found_C, left
+    return best_C.tolist(), sqrt(least / len(values_N))
+
+
+def _losses(cells: Sequence[CellSteps], tokens: float, engine: Engine) -> list[Loss]:
+    """Return what each cause costs at the cell that it costs most, in requests per second."""
+    late = _late_drafts(cells, engine)
+
+    def verification(cell: CellSteps) -> float:
+        return 0.0 if cell.verify_s is None else cell.gamma * engine.rereads_s(cell)
+
+    def scheduling(cell: CellSteps) -> float:
+        return engine.wait_s + cell.wait_s
+
+    def drafting(cell: CellSteps) -> float:
+        should = engine.draft_s(cell)
+        return 0.0 if should is None else cell.gamma * (late.seconds + late.ratio * should)
+
+    def acceptance(cell: CellSteps) -> float:
+        """Return the seconds that tokens which were expected would have saved."""
+        if not cell.expected_length:
+            return 0.0
+        like_it = [one for one in cells if (one.context, one.gamma) == (cell.context, cell.gamma)]
+        length = fmean(one.length for one in like_it)
+        return max(0.0, 1 - length / cell.expected_length) * (cell.round_s + cell.wait_s)
+
+    found = []
+    lost: dict[str, Callable[[CellSteps], float]] = {
+        VERIFICATION: verification,
+        DRAFTING: drafting,
+        SCHEDULING: scheduling,
+        ACCEPTANCE: acceptance,
+    }
+    for cause in CAUSES:
+        losses = [_loss(cause, cell, lost[cause](cell), tokens) for cell in cells]
+        worst = max(losses, key=lambda one: one.share)
+        found.append(worst)
+    return found
+
+
+def _loss(cause: str, cell: CellSteps, seconds: float, tokens: float) -> Loss:
+    whole = cell.round_s + cell.wait_s
+    share = min(seconds / whole, 0.95)
+    faster = cell.speedup / (1 - share)
+    more = cell.requests_per_second(tokens, faster) - cell.requests_per_second(tokens)
+    return Loss(cause, cell, share, faster, more)
+
+
+class _Late(NamedTuple):
+    """What draft steps take beyond what they should."""
+
+    seconds: float = 0.0  # of a draft that is no model
+    ratio: float = 0.0  # of one that is, over what it should take
+
+
+def _late_drafts(cells: Sequence[CellSteps], engine: Engine) -> _Late:
+    """Return what draft steps take beyond what they should, in the median cell."""
+    known = [
+        (cell.draft_s, should)
+        for cell in cells
+        if cell.draft_s is not None and (should := engine.draft_s(cell)) is not None
+    ]
+    if not known:
+        return _Late()
+    if any(should == 0 for _, should in known):
+        return _Late(seconds=max(0.0, median(time for time, _ in known)))
+    return _Late(ratio=max(0.0, median(time / should - 1 for time, should in known)))
+
+
+def _judged(
+    cells: Sequence[CellSteps],
+    losses: Sequence[Loss],
+    named: Sequence[str],
+    engine: Engine,
+    missing: float,
+    unknown: float,
+) -> tuple[str, str]:
+    """Return the cause and the sentence."""
+    best = max(cells, key=lambda cell: cell.speedup)
+    paying = sum(cell.speedup > 1 for cell in cells)
+    where = f"it pays in {paying} of {len(cells)} cells, {best.speedup:.2f}x at best ({best.label})"
+    if named:
+        loss = next(one for one in losses if one.cause == named[0])
+        return loss.cause, f"{_named(loss, engine)}; {where}"
+    if missing >= unknown:
+        said = f"pays {missing:.0%} less than predicted, reason unknown"
+        if all(cell.verify_s is None for cell in cells):
+            said += " (T_V and T_D cannot be told apart)"
+        return UNKNOWN, f"{said}; {where}"
+    if paying:
+        return PAYS, f"{where[0].upper()}{where[1:]}".replace("It pays", "pays", 1)
+    needed = best.length / best.speedup
+    said = f"a round yields {best.length:.2f} tokens and needs {needed:.2f} at {best.label}"
+    return ACCEPTANCE, f"acceptance too low for this gamma and context: {said}; {where}"
+
+
+def _named(loss: Loss, engine: Engine) -> str:
+    """Return the sentence of a cause: what is wrong, a number, and what it costs."""
+    cell = loss.cell
+    cost = f"without it, {cell.speedup:.2f}x would be {loss.speedup:.2f}x there"
+    if loss.cause == VERIFICATION:
+        verify = (cell.verify_s or 0.0) / cell.verify_limit.seconds
+        target = cell.target_s / cell.target_limit.seconds
+        return (
+            f"verification off the fast path: T_V is {verify:.1f} times its limit at {cell.label},"
+            f" a decode step {target:.1f} times its own, and {loss.share:.0%} of the round grows"
+            f" with context times gamma; {cost}"
+        )
+    if loss.cause == DRAFTING:
+        should = engine.draft_s(cell) or 0.0
+        drafts = f"a draft step takes {1e3 * (cell.draft_s or 0.0):.1f} ms at {cell.label}"
+        return f"drafting too slow: {drafts} and should take {1e3 * should:.1f} ms; {cost}"
+    if loss.cause == SCHEDULING:
+        waits = engine.wait_s + cell.wait_s
+        what = f"each round waits {1e3 * waits:.1f} ms, {loss.share:.0%} of it at {cell.label}"
+        return f"scheduling: {what}, whatever its size; {cost}"
+    tokens = f"{cell.length:.2f} tokens of the {cell.expected_length:.2f} that were expected"
+    what = f"a round yields {tokens} at {cell.label}"
+    return f"acceptance too low for this gamma and context: {what}; {cost}"
