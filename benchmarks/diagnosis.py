@@ -159,7 +159,7 @@ def row_of(number: int, half: str, case: Case, found: Diagnosis) -> dict[str, An
     row |= {"target": setup.target_name, "hardware": setup.hardware.name, "draft": setup.draft.name}
     row |= {"faults": " and ".join(case.faults) or "healthy"}
     for name, _, _ in RANGES.values():
-        row[name] = getattr(strengths, name) or None
+        row[f"strength/{name}"] = getattr(strengths, name) or None
     row |= {"cause": found.cause, "named": " ".join(found.named)}
     row |= {f"share/{loss.cause}": loss.share for loss in found.losses}
     row |= {"missing": found.missing, "residual": found.engine.residual}

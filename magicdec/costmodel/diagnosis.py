@@ -15,14 +15,13 @@ Times are in seconds. Where they come from does not matter here.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import product
-from math import exp, inf, log, sqrt
+from math import exp, inf, log
 from statistics import fmean, median
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from magicdec.costmodel.bounded_fit import fit_bounded
 from magicdec.errors import UserError
 
 PAYS, ACCEPTANCE, VERIFICATION, DRAFTING, SCHEDULING, UNKNOWN = (
@@ -220,32 +219,8 @@ def fit_engine(cells: Sequence[CellSteps]) -> Engine:
         "reads": none + [cell.gamma * cell.entries.bytes_s for cell in verified],
     }
     found, residual = fit_bounded(np.array([*columns.values()]).T, np.array(times), MOST)
-    return Engine(*found, residual)
-
-
-def fit_bounded(
-    matrix_NC: NDArray[np.float64], values_N: NDArray[np.float64], most: Sequence[float]
-) -> tuple[list[float], float]:
-    """Return the coefficients from 0 to `most` whose sum of columns is nearest to the values by
-    shares of these, and the root mean square of what is left.
-
-    With few columns, the best is found by trying all sets of those that are 0, free, or at their
-    bound.
-    """
-    matrix_NC, least = matrix_NC / values_N[:, None], inf
-    bounds_C = np.array(most)
-    best_C = np.zeros(len(most))
-    states = [("zero", "free") if bound == inf else ("zero", "free", "bound") for bound in most]
-    for chosen in product(*states):
-        free_C = np.array([state == "free" for state in chosen])
-        fixed_C = np.where([state == "bound" for state in chosen], bounds_C, 0.0)
-        rest_N = 1.0 - matrix_NC @ fixed_C
-        found_C = fixed_C.copy()
-        found_C[free_C] = np.linalg.lstsq(matrix_NC[:, free_C], rest_N, rcond=None)[0]
-        left = float(np.square(matrix_NC @ found_C - 1.0).sum())
-        if left < least and (found_C >= 0).all() and (found_C <= bounds_C).all():
-            best_C, least = found_C, left
-    return best_C.tolist(), sqrt(least / len(values_N))
+    overhead_s, of_bytes, of_flops, wait_s, reads = found
+    return Engine(overhead_s, of_bytes, of_flops, wait_s, reads, residual)
 
 
 def _losses(cells: Sequence[CellSteps], tokens: float, engine: Engine) -> list[Loss]:

@@ -103,6 +103,8 @@ class VllmPeer(WorkerPeer, StartedServer):
             "tensor_parallel_size": self.spec.hardware.tensor_parallel,
             "no_enable_prefix_caching": True,
         }
+        if speculative:  # since 0.28
+            options["per_request_spec_decode_metrics"] = "summary"
         return [self._python, "-m", "vllm.entrypoints.openai.api_server", *as_arguments(options)]
 
     @override

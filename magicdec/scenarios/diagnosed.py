@@ -57,9 +57,9 @@ def setup_of_profile(plan: Plan, is_here: bool = True) -> Setup | None:
     if not is_here:
         return None
     if config.engine.is_remote:
-        plan = replace(plan, config=replace(plan.config, hardware=replace(h, device=CPU)))
+        plan = replace(plan, config=replace(plan.config, hardware=replace(h, device="cpu")))
     known = device_in(plan.device_name)
-    rates = (None, None)
+    rates: tuple[float | None, float | None] = (None, None)
     if not known:
         rates = (read_bandwidth(plan.device) / 1e9, matmul_rate(plan.device, plan.dtype) / 1e12)
     return setup_of(plan, *rates)

@@ -3,6 +3,7 @@ shown.
 """
 
 import random
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -180,6 +181,8 @@ def view(
         parts += [Text(), by_category]
     if line := accepted(history):
         parts.append(Text(f"\n{line}"))
+    if contexts := by_context(results):
+        parts += [Text(), contexts]
     if compared := [row for row in history if "lossless/identical" in row]:
         worst = min(compared, key=lambda row: row["lossless/identical"] is not False)
         parts.append(Text.assemble("\nlossless          ", losslessness(described, worst)))
@@ -220,6 +223,25 @@ def accepted(history: Sequence[Mapping[str, Any]]) -> str:
     }
     phrases = [f"{figures} {what}" for what, figures in parts.items() if figures]
     return f"acceptance        {', '.join(phrases)}" if phrases else ""
+
+
+def by_context(results: Mapping[str, Any]) -> RenderableType | None:
+    """Return the acceptance length of each bucket of contexts; None where all are alike."""
+    names = [key.split("/")[1] for key in results if re.fullmatch(r"context/\d+/requests", key)]
+    if len(names) < 2:
+        return None
+    table = new_table("context from", "requests", "tokens per round", "95% interval")
+    for name in names:
+        ends = results.get(f"context/{name}/acceptance_length_ci95")
+        table.add_row(
+            f"{int(name):,}",
+            f"{results[f'context/{name}/requests']:,}",
+            f"{results[f'context/{name}/acceptance_length']:.2f}",
+            "{:.2f} to {:.2f}".format(*ends) if ends else "",
+        )
+    error = results["context/error_of_shortest"]
+    said = f"the acceptance length of the shortest contexts is {error:+.0%} off at the longest"
+    return Group(table, Text(said))
 
 
 def latencies(history: Sequence[Mapping[str, Any]], ways: Sequence[str]) -> Table:

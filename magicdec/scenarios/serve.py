@@ -16,6 +16,7 @@ from magicdec.data.tokenizer import load_tokenizer
 from magicdec.engine.native import NativeEngine
 from magicdec.errors import UserError, to_stderr
 from magicdec.measure import memory_use
+from magicdec.measure.contexts import Speculated, context_acceptance
 from magicdec.measure.intervals import acceptance_intervals
 from magicdec.measure.metrics import Metrics, Rounds, acceptance, category_acceptance
 from magicdec.planning import build, fits
@@ -176,12 +177,18 @@ def _level_metrics(
         acceptance(sum(each, Rounds()))
         | acceptance_intervals(each)
         | category_acceptance(categories, each)
+        | context_acceptance([_speculated(request) for request in fast])
     )
     if len(measured) < len(WAYS):
         return result
     tokens = [[request.tokens for request in requests] for requests, _ in measured.values()]
     before, after = tokens
     return result | lossless(plan, before, after)
+
+
+def _speculated(request: Request) -> Speculated:
+    accepted = sum(taken * number for (_, taken), number in request.rounds.items())
+    return Speculated(len(request.prompt), request.rounds.total(), accepted)
 
 
 def _memory(slots: Slots, peak: memory_use.Peak) -> Metrics:

@@ -16,6 +16,7 @@ import torch
 from magicdec.config.schema import Serve
 from magicdec.data import Prompts
 from magicdec.errors import to_stderr
+from magicdec.measure.contexts import Speculated, context_acceptance
 from magicdec.measure.metrics import Metrics, by_category, short_acceptance
 from magicdec.peers.answer import EndpointFailed, EndpointRequest
 from magicdec.peers.base import Counts, Servable
@@ -52,6 +53,12 @@ class Level:
     def answered(self) -> list[EndpointRequest]:
         """Return the requests that were answered."""
         return [request for request in self.requests if request.error is None]
+
+    @property
+    def speculated(self) -> list[Speculated]:
+        """Return the speculation of each request whose answer tells it."""
+        told = [(len(one.prompt), one.counts) for one in self.answered if one.counts is not None]
+        return [Speculated(length, counts.rounds, counts.num_accepted) for length, counts in told]
 
     @property
     def acceptance(self) -> tuple[Counts, str]:
@@ -158,6 +165,7 @@ class Measurement:
             counts, source = ways["speculative"].acceptance
             gamma = counts.proposed // counts.rounds if counts.rounds else 0
             result |= counts.metrics(gamma) | {"acceptance/source": source}
+            result |= context_acceptance(ways["speculative"].speculated)
         if len(ways) == len(WAYS) and sampling.greedy and any(kept):
             plain = [request.tokens for request in pairs["autoregressive"][0]]
             fast = [request.tokens for request in pairs["speculative"][0]]
@@ -193,6 +201,9 @@ def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
         prompts, written.get("autoregressive", unknown), written.get("speculative", [])
     )
     rows = outputs.rows(plan.config.data.save_prompts)
+    for row, request in zip(rows, last[WAYS[1]].requests if WAYS[1] in last else [], strict=False):
+        if request.counts is not None:
+            row["acceptance_length"] = request.counts.acceptance_length
     shown = view(plan, results, work.history, work.facts["engine/served"])
     return Outcome(results, rows, work.history, view=shown)
 

@@ -6,6 +6,7 @@ from itertools import product
 import numpy as np
 import pytest
 
+from magicdec.costmodel.bounded_fit import fit_bounded
 from magicdec.costmodel.diagnosis import (
     ACCEPTANCE,
     DRAFTING,
@@ -16,7 +17,6 @@ from magicdec.costmodel.diagnosis import (
     CellSteps,
     Limit,
     diagnose,
-    fit_bounded,
 )
 from magicdec.costmodel.speedup import omega
 from magicdec.errors import UserError

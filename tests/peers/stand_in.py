@@ -109,8 +109,9 @@ class Handler(BaseHTTPRequestHandler):
         if len(body["prompt"]) > behaviour.longest:
             self.answer(400, json.dumps({"error": {"message": "the prompt is too long"}}))
             return
-        if behaviour.busy_ms and str(body["prompt"]) not in server.refused:
-            server.refused.add(str(body["prompt"]))
+        asked_for = (str(body["prompt"]), body["max_tokens"])
+        if behaviour.busy_ms and asked_for not in server.refused:
+            server.refused.add(asked_for)
             self.answer(429, "{}", **{"retry-after-ms": str(behaviour.busy_ms)})
             return
         server.asked.append(body | {"key": self.headers["Authorization"]})

@@ -9,7 +9,7 @@ import pytest
 
 from magicdec.config.load import compose
 from magicdec.errors import UserError
-from magicdec.inputs.rules import parse
+from magicdec.inputs.rules import parse, parse_json
 from magicdec.peers.answer import EndpointRequest, Event
 from magicdec.peers.base import Counts
 from magicdec.peers.endpoint import read_counters
@@ -124,6 +124,50 @@ def test_a_server_is_asked_in_the_way_that_it_takes(tmp_path, takes, form, capsy
         result["autoregressive/tokens_per_second"] / result["autoregressive/requests_per_second"]
     )
     assert per_second == pytest.approx(9), "as many tokens as its usage counts"
+
+
+# The last event of a completion, with the metrics that vLLM's documentation shows
+# (--per-request-spec-decode-metrics summary).
+VLLM_EVENT = """{"id": "cmpl-1", "object": "text_completion", "created": 1787366173, "choices": [],
+"model": "a", "usage": {"prompt_tokens": 11, "total_tokens": 65, "completion_tokens": 54},
+"metrics": {"speculative_decoding": {"mean_acceptance_length": 1.2325581395348837,
+"draft_acceptance_rate": 0.07751937984496124, "acceptance_histogram": [39, 1, 0, 3],
+"num_spec_steps": 43, "num_accepted_draft_tokens": 10, "num_draft_tokens": 129,
+"num_spec_tokens": 3}}}"""
+
+
+def test_the_acceptance_of_a_request_is_what_vllm_says_of_it():
+    request = EndpointRequest([1], Params(54))
+    request.take(parse_json(Event, VLLM_EVENT))
+    request.conclude(lambda text: [], is_done=True, ignores_eos=True)
+    assert request.counts == Counts(43, 129, (4, 3, 3))
+    metrics = request.counts.metrics(3)
+    assert metrics["acceptance_length"] == pytest.approx(1.2325581395348837)
+    assert metrics["acceptance_rate"] == pytest.approx(0.07751937984496124)
+
+
+@pytest.mark.parametrize("metrics", ['"none"', '{"speculative_decoding": {"num_spec_steps": -1}}'])
+def test_metrics_in_another_form_are_ignored(metrics):
+    request = EndpointRequest([1], Params(2))
+    usage = '"usage": {"completion_tokens": 2}'
+    request.take(parse_json(Event, f'{{"choices": [], {usage}, "metrics": {metrics}}}'))
+    request.conclude(lambda text: [], is_done=True, ignores_eos=True)
+    assert request.counts is None
+
+
+def test_acceptance_by_context_is_that_of_our_engine(tmp_path, parts, capsys):
+    """Both print it, with the error of the shortest contexts."""
+    keys = ["scenario.length_shares=[0.25,1.0]", "scenario.num_requests=10"]
+    native = run(compose([*SETTINGS, *LOAD, *keys, f"runs_dir={tmp_path}"]), Job())
+    assert "tokens per round" in capsys.readouterr().out
+    with serving(parts, 2, 128) as url:
+        result = served(tmp_path, f"{url}/v1", *keys)
+    names = [key for key in native if key.startswith("context/")]
+    assert {"context/16/acceptance_length_ci95", "context/error_of_shortest"} <= {*names}
+    assert {key: result[key] for key in names} == {key: native[key] for key in names}
+    told = [row["acceptance_length"] for row in result["generations"]]
+    assert len(told) == 10
+    assert "of the shortest contexts is" in " ".join(capsys.readouterr().out.split())
 
 
 def test_times_are_those_of_the_chunks(tmp_path):

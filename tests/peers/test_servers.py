@@ -144,6 +144,7 @@ def test_vllms_arguments(peer):
         "200",
     ]
     assert "--no-enable-prefix-caching" in command
+    assert command[command.index("--per-request-spec-decode-metrics") + 1] == "summary"
     drafts = json.loads(command[command.index("--speculative-config") + 1])
     assert drafts == {"method": "eagle3", "num_speculative_tokens": 3, "model": "a draft"}
     assert "--speculative-config" not in peer(draft=IndependentModel(), **settings).server(
@@ -153,6 +154,9 @@ def test_vllms_arguments(peer):
         "speculative_config"
     ]
     assert lookup == {"method": "suffix", "num_speculative_tokens": 3}
+    free = peer(draft=PromptLookup(synthetic_acceptance=0.7)).options(True)["speculative_config"]
+    assert free["rejection_sample_method"] == "synthetic"
+    assert free["synthetic_acceptance_length"] == pytest.approx(1 + 0.7 + 0.7**2 + 0.7**3)
 
 
 def test_a_method_needs_its_draft():
