@@ -317,6 +317,7 @@ class Search(Assumed):
     latency_ms: Figure | None
     schedule: Literal["vllm", "vllm_by_context", "sglang", "tensorrt_llm", "llamacpp"] | None
     tolerance: Tolerance
+    least_gamma: Literal[0, 1]
     save_as: FileName
 
 

@@ -276,16 +276,19 @@ class _Late(NamedTuple):
 
 def _late_drafts(cells: Sequence[CellSteps], engine: Engine) -> _Late:
     """Return what draft steps take beyond what they should, in the median cell."""
-    known = [
-        (cell.draft_s, should)
-        for cell in cells
-        if cell.draft_s is not None and (should := engine.draft_s(cell)) is not None
-    ]
-    if not known:
-        return _Late()
-    if any(should == 0 for _, should in known):
-        return _Late(seconds=max(0.0, median(time for time, _ in known)))
-    return _Late(ratio=max(0.0, median(time / should - 1 for time, should in known)))
+    seconds, ratios = list[float](), list[float]()
+    for cell in cells:
+        should, time = engine.draft_s(cell), cell.draft_s
+        if time is None or should is None:
+            continue
+        if should:
+            ratios.append(time / should - 1)
+        else:
+            seconds.append(time)
+    return _Late(
+        max(0.0, median(seconds)) if seconds else 0.0,
+        max(0.0, median(ratios)) if ratios else 0.0,
+    )
 
 
 def _judged(

@@ -58,6 +58,8 @@ class EngineForm:
     suffix: str = ""  # of its file
     by_batch: bool = True
     by_context: bool = False
+    # What happens in rounds of a schedule whose gamma is 0; "": they are decode steps.
+    pauses: str = ""
 
     def settings(self, schedule: Schedule, setup: Setup) -> Settings:
         """Return a schedule as settings of this engine. Raise UserError for a draft that it cannot
@@ -179,12 +181,18 @@ FROM_LARGER = (
     " largest"
 )
 NEVER = "speculation is not predicted to pay: serve without it"
+VLLM_PAUSES = "the drafter runs all the same, for 4% to 11% of a step (vllm-project/vllm#51575)"
+TENSORRT_LLM_PAUSES = (
+    "the drafter's cache is not written meanwhile, and acceptance collapses for all requests that"
+    " go on (NVIDIA/TensorRT-LLM#16888)"
+)
 FORMS = {
     "vllm": EngineForm(
         "vLLM",
         {"model": "draft_model", "ngram": "ngram", "eagle3": "eagle3", "suffix": "suffix"},
         _vllm,
         ".json",
+        pauses=VLLM_PAUSES,
     ),
     "vllm_by_context": EngineForm(
         "vLLM",
@@ -192,6 +200,7 @@ FORMS = {
         _vllm,
         ".json",
         by_context=True,
+        pauses=VLLM_PAUSES,
     ),
     "sglang": EngineForm("SGLang's adaptive speculation", {"eagle3": "EAGLE3"}, _sglang, ".json"),
     "tensorrt_llm": EngineForm(
@@ -199,6 +208,7 @@ FORMS = {
         {"model": "Draft_Target", "ngram": "NGram", "eagle3": "Eagle3"},
         _tensorrt_llm,
         ".yaml",
+        pauses=TENSORRT_LLM_PAUSES,
     ),
     "llamacpp": EngineForm("llama.cpp", {"model": "-md DRAFT.gguf"}, _llamacpp, by_batch=False),
 }

@@ -100,11 +100,13 @@ def predicted_cells(
     alpha: float | None,
     curves: Curves,
     generate_len: int,
+    least_gamma: int = 0,
 ) -> Iterator[Cell]:
     """Predict every batch up to `max_batch` at every context, as far as it fits into memory.
 
-    `alpha` is given, or known at that context (Curves). Raise UserError where it is neither, or
-    where nothing fits.
+    A schedule may choose among `gammas` and, with a `least_gamma` of 0, not to speculate. `alpha`
+    is given, or known at that context (Curves). Raise UserError where it is neither, or where
+    nothing fits.
     """
     for context in sorted(contexts):
         for batch in batches_up_to(max_batch):
@@ -118,7 +120,7 @@ def predicted_cells(
                 )
             if prediction.fits:
                 speedups = {at.gamma: at.speedup or 0.0 for at in prediction.by_gamma}
-                yield Cell(batch, context, {0: 1.0} | speedups)
+                yield Cell(batch, context, ({} if least_gamma else {0: 1.0}) | speedups)
             elif batch == 1:
                 raise UserError(
                     f"batch.context_len={context}: not even one row fits into the memory of a GPU"

@@ -34,7 +34,16 @@ def predicted_schedule(
     most = max(scenario.batch_sizes or [setup.batch])
     contexts = scenario.context_lens or [setup.context]
     cells = list(
-        predicted_cells(setup, most, contexts, scenario.gammas, alpha, curves, generate_len)
+        predicted_cells(
+            setup,
+            most,
+            contexts,
+            scenario.gammas,
+            alpha,
+            curves,
+            generate_len,
+            scenario.least_gamma,
+        )
     )
     return schedule(cells, scenario.tolerance, form.by_batch, form.by_context)
 
@@ -75,6 +84,9 @@ def outcome(schedule: Schedule, setup: Setup, scenario: Search, command: str) ->
     view += [f"{form.label}:", _to_copy(settings.command(shown(file)))]
     if settings.note:
         view.append(f"note: {settings.note}")
+    gammas = {entry.gamma for entry in schedule.entries}
+    if form.pauses and 0 in gammas and gammas != {0}:
+        view.append(f"warning: where gamma is 0 {form.pauses}; scenario.least_gamma=1 never pauses")
     history = [
         {
             "batch_size": cell.batch,

@@ -97,23 +97,37 @@ def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
                 " sampling.ignore_eos=true"
             )
     by = _schedule(plan, scenario, cells)
-    shares = [
-        share_of_best(cell.turns, by.gamma(cell.cell.batch, cell.cell.context)) for cell in cells
-    ]
+    by_batch = schedule(
+        by.cells or [cell.cell for cell in cells], scenario.tolerance, by_context=False
+    )
+    shares, of_batch = _shares(by, cells), _shares(by_batch, cells)
     results: metrics.Metrics = {"device": plan.device_name, **plan.sources}
     for name, values in (
         ("share", [share.of_best for share in shares]),
         ("share_apart", _apart(shares)),
+        ("share_by_batch", [share.of_best for share in of_batch]),
+        ("share_by_batch_apart", _apart(of_batch)),
     ):
         if values:
             results |= {
                 f"verify/worst_{name}": min(values),
                 f"verify/median_{name}": median(values),
             }
-    history = [
-        _line(cell) | _of(by, cell.cell, share) for cell, share in zip(cells, shares, strict=True)
+    history = []
+    for cell, share, other in zip(cells, shares, of_batch, strict=True):
+        line = _line(cell) | _of(by, cell.cell, share)
+        line["gamma_by_batch"] = by_batch.gamma(cell.cell.batch, cell.cell.context)
+        line["share_of_best_by_batch"] = other.of_best
+        history.append(line)
+    shown = Group(_view(by, cells, shares), _regret(shares, of_batch))
+    return Outcome(results, history=history, view=shown)
+
+
+def _shares(by: Schedule, cells: Sequence[MeasuredCell]) -> list[ShareOfBest]:
+    """Return the share of the best that a schedule reaches in each cell."""
+    return [
+        share_of_best(cell.turns, by.gamma(cell.cell.batch, cell.cell.context)) for cell in cells
     ]
-    return Outcome(results, history=history, view=_view(by, cells, shares))
 
 
 def _gammas(scenario: Verify) -> list[int]:
@@ -278,6 +292,15 @@ def _view(by: Schedule, cells: Sequence[MeasuredCell], shares: Sequence[ShareOfB
         gamma = by.gamma(cell.batch, cell.context)
         reached.add_row(*key, f"{gamma}", f"{share.of_best:.1%}", _words(share))
     return Group(measured, "", reached, *_sentences(shares))
+
+
+def _regret(shares: Sequence[ShareOfBest], of_batch: Sequence[ShareOfBest]) -> str:
+    """Return what a schedule loses that depends on the batch alone."""
+    words = []
+    for name, some in (("batch alone", of_batch), ("batch and context", shares)):
+        lost = [1 - share.of_best for share in some]
+        words.append(f"by {name} {max(lost):.1%} at worst and {fmean(lost):.1%} on average")
+    return f"regret against the best gamma of each cell: {'; '.join(words)}"
 
 
 def _words(share: ShareOfBest) -> str:

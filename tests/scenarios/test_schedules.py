@@ -142,6 +142,21 @@ def test_a_schedule_is_a_file_a_map_and_a_command(tmp_path):
         assert row["gamma"] == gamma
 
 
+@pytest.mark.parametrize(
+    ("engine", "reason"), [("vllm", "the drafter runs all the same"), ("tensorrt_llm", "collapses")]
+)
+def test_a_zero_that_harms_is_warned_of_and_can_be_ruled_out(tmp_path, engine, reason):
+    keys = ("scenario.alpha=0.5", "batch.size=512", f"scenario.schedule={engine}")
+    keys += ("scenario.save_as=null", "batch.context_len=1000")
+    with_zero = outcome(*PLAN, *keys)
+    assert 0 in {row["gamma"] for row in with_zero.history}
+    assert reason in " ".join(shown(with_zero.view).split())
+    without = outcome(*PLAN, *keys, "scenario.least_gamma=1")
+    assert min(row["gamma"] for row in without.history) == 1
+    assert "warning" not in shown(without.view)
+    assert min(row["predicted/speedup"] for row in without.history) < 1, "it says that it loses"
+
+
 def test_a_schedules_command_is_quoted(tmp_path):
     keys = (
         "scenario.alpha=0.6",

@@ -14,7 +14,7 @@ from magicdec.errors import UserError
 from magicdec.measure import metrics
 from magicdec.planning import build
 from magicdec.scenarios import verify
-from tests.runs import outcome
+from tests.runs import outcome, shown
 
 SMALL = [
     "scenario=verify",
@@ -55,6 +55,10 @@ def test_a_schedule_is_held_against_every_gamma_in_turn(timed, tmp_path):
     assert lines[1, 256]["speedup/gamma_2"] == pytest.approx(2.0)
     assert found.metrics["verify/worst_share"] == pytest.approx(5 / 20)
     assert found.metrics["verify/median_share"] == pytest.approx((5 / 8 + 1) / 2)
+    assert {line["gamma_by_batch"] for line in found.history} == {2}, "the best one everywhere"
+    assert found.metrics["verify/worst_share_by_batch"] == 1
+    said = "by batch alone 0.0% at worst and 0.0% on average; by batch and context 75.0% at worst"
+    assert said in " ".join(shown(found.view).split())
 
 
 def test_without_a_file_the_schedule_is_predicted_from_the_acceptance_measured_here():
