@@ -38,7 +38,7 @@ from magicdec.costmodel.round import Setup
 from magicdec.costmodel.speedup import omega
 from magicdec.costmodel.targets import architecture
 from magicdec.scenarios.diagnosed import cells_of
-from magicdec.scenarios.outside import Point, lines
+from magicdec.scenarios.outside import MeasuredPoint, lines
 from magicdec.units import FREE, WAYS
 
 HEALTHY, STRENGTHS, TOKENS = 20, 4, 64
@@ -139,9 +139,9 @@ def diagnosed(case: Case, thresholds: Thresholds | None = None) -> Diagnosis:
     """Return the diagnosis of a case, measured as from outside."""
     points = []
     for batch, context in product(case.batches, case.contexts):
-        points.append(Point(WAYS[0], 0, batch, context))
+        points.append(MeasuredPoint(WAYS[0], 0, batch, context))
         for way, gamma in product((FREE, WAYS[1]), case.gammas):
-            points.append(Point(way, gamma, batch, context))
+            points.append(MeasuredPoint(way, gamma, batch, context))
     found = {point: burst(case.server, point, TOKENS) for point in points}
     alpha = case.server.alpha
     cells = cells_of(

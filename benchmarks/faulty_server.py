@@ -18,7 +18,7 @@ from magicdec.peers import answer
 from magicdec.peers.answer import Choice, EndpointRequest, Event
 from magicdec.peers.base import Counts
 from magicdec.peers.steady import LONGER, Burst, burst_of
-from magicdec.scenarios.outside import Point
+from magicdec.scenarios.outside import MeasuredPoint
 from magicdec.serving import request as requests
 from magicdec.serving.request import Params, Request
 from magicdec.serving.scheduler import Scheduler
@@ -136,7 +136,7 @@ class Slots:
         return outcome
 
 
-def burst(server: Simulated, point: Point, tokens: int) -> Burst | None:
+def burst(server: Simulated, point: MeasuredPoint, tokens: int) -> Burst | None:
     """Send a burst as the client does, with longer answers if need be."""
     for max_tokens in (tokens, LONGER * tokens):
         if found := _sent(server, *point, max_tokens):

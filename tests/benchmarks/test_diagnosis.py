@@ -10,7 +10,7 @@ from render import read_csv
 
 from magicdec.costmodel.diagnosis import ACCEPTANCE, CAUSES, PAYS, Thresholds
 from magicdec.costmodel.round import round_times
-from magicdec.scenarios.outside import Point
+from magicdec.scenarios.outside import MeasuredPoint
 from magicdec.units import FREE, WAYS
 
 STRONG = {"entry_reads": 0.8, "draft": 3.0, "round_waits": 1.0, "lost": 0.4}
@@ -27,9 +27,9 @@ def healthy():
 def test_the_steps_of_a_simulated_server_are_found_from_outside(healthy):
     """T_T, T_V and T_D as the simulation has them, within its noise."""
     batch, context, gamma = 4, 4096, 4
-    plain = burst(healthy.server, Point(WAYS[0], 0, batch, context), 64)
-    free = burst(healthy.server, Point(FREE, gamma, batch, context), 64)
-    draft = burst(healthy.server, Point(WAYS[1], gamma, batch, context), 64)
+    plain = burst(healthy.server, MeasuredPoint(WAYS[0], 0, batch, context), 64)
+    free = burst(healthy.server, MeasuredPoint(FREE, gamma, batch, context), 64)
+    draft = burst(healthy.server, MeasuredPoint(WAYS[1], gamma, batch, context), 64)
     at = healthy.server.setup.at(batch=batch, context=round(context + plain.decoded))
     times = round_times(at, gamma)
     assert plain.step_ms == pytest.approx(1e3 * at.target_time.total, rel=0.08)
