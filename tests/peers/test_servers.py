@@ -88,7 +88,7 @@ def test_each_way_has_a_server_of_its_own(tmp_path, monkeypatch):
             "the server ended (exit code 1); its last words: TypeError",
         ),
         ({"dies_at": 5}, "the server ended"),
-        ({"status": 500, "body": "no"}, "Error code: 500"),
+        ({"status": 500, "body": "no"}, "status 500: no"),
     ],
 )
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from magicdec.planning.resolve import resolve
 from magicdec.planning.resolved import Plan
 from magicdec.scenarios import _work, ranks
 from magicdec.scenarios.ranks import on_ranks
+from magicdec.tracking.store import Run
 from tests.runs import SMALL
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
@@ -130,11 +131,11 @@ def test_ranks_share_the_processors_that_compile():
     assert on_ranks(2, "cpu", compile_threads) == [each, each]
 
 
-def left_alive(rank: int, plans: list[Plan]) -> list[list[int]]:
+def left_alive(rank: int, plans: list[Plan], run: Run) -> list[list[int]]:
     """Run comparisons; count what each rank holds after each of decoders, caches and drafts."""
     held = []
     for plan in plans:
-        assert _work(rank, plan).metrics
+        _work(rank, plan, run)
         gc.collect()
         held.append(
             gathered(
@@ -160,4 +161,5 @@ def test_a_run_leaves_no_decoder_on_any_rank(tmp_path):
         compose([*small, "hardware.tensor_parallel=2", f"draft={draft}"])
         for draft in ("self", "model", "eagle3")
     )
-    assert on_ranks(2, "cpu", left_alive, list(map(resolve, configs))) == [[0, 0]] * 3
+    run = Run.open(tmp_path, "0123456789ab", {})
+    assert on_ranks(2, "cpu", left_alive, list(map(resolve, configs)), run) == [[0, 0]] * 3

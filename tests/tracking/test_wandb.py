@@ -238,8 +238,10 @@ def test_the_report_of_a_sweep_is_an_artifact_of_the_sweep(tmp_path, mode):
     )
     (artifact,) = (record["artifact"] for record in records if record["type"] == "artifact")
     assert (artifact["type"], artifact["name"]) == ("sweep", f"sweep-{folder.name}")
-    files = {entry["path"]: Path(entry["local_path"]) for entry in artifact["manifest"]["contents"]}
-    assert files == {name: folder / name for name in ("jobs.jsonl", "report.html", "speedup.png")}
+    entries = artifact["manifest"]["contents"]
+    kept_bytes = {entry["path"]: Path(entry["local_path"]).read_bytes() for entry in entries}
+    names = ("jobs.jsonl", "report.html", "speedup.png")
+    assert kept_bytes == {name: (folder / name).read_bytes() for name in names}
     items = [record["history"]["item"] for record in records if record["type"] == "history"]
     assert [item["figures/speedup._type"] for item in items] == ["image-file"]
 
