@@ -15,52 +15,70 @@ import triton.language as tl
 
 from magicdec.kernels.split_kv import out_row, weigh
 
+# Four codes of 4 or 8 bits to the last bits of 1,024 in fp16: without asking which thread holds
+# them, so that they stay in the registers where a dot wants them.
+NIBBLES = tl.constexpr("""{
+    .reg .b32 high, low;
+    shr.u32 high, $4, 4;
+    and.b32 high, high, 0x0f0f0f0f;
+    and.b32 low, $4, 0x0f0f0f0f;
+    prmt.b32 $0, high, 0x64646464, 0x4140;
+    prmt.b32 $1, high, 0x64646464, 0x4342;
+    prmt.b32 $2, low, 0x64646464, 0x4140;
+    prmt.b32 $3, low, 0x64646464, 0x4342;
+}""")
+BYTES = tl.constexpr("""{
+    prmt.b32 $0, $2, 0x64646464, 0x4140;
+    prmt.b32 $1, $2, 0x64646464, 0x4342;
+}""")
+
 
 @triton.jit
-def to_half(codes):
-    """Return whole numbers below 1,024 in fp16: as the last bits of 1,024, which is then taken
-    away.
-    """
-    return (codes.to(tl.int16) | 0x6400).to(tl.float16, bitcast=True) - 1024.0
+def behind_1024(codes):
+    """Return whole numbers below 1,024 in fp16, as the last bits of 1,024."""
+    return (codes.to(tl.int16) | 0x6400).to(tl.float16, bitcast=True)
 
 
 @triton.jit
-def split_codes(at, apart, BITS: tl.constexpr, NUMBER: tl.constexpr):
-    """Load words (X, Y) of four codes each. Return the codes (4 X, Y) as numbers: of the first half
-    of the features and of the second, whose words are `apart` behind if a code is a byte.
+def load_codes(at, apart, there, BITS: tl.constexpr, NUMBER: tl.constexpr, PLAIN: tl.constexpr):
+    """Return codes as numbers: of the first half of the features and of the second, whose bytes are
+    `apart` behind if a code is a byte.
     """
-    X: tl.constexpr = at.shape[0]
-    Y: tl.constexpr = at.shape[1]
-    shift = (8 * tl.arange(0, 4))[None, :, None]
-    first = tl.load(at)[:, None, :] >> shift
-    if BITS == 4:
-        second = first & 15
-        first = first >> 4 & 15
+    first = tl.load(at, there, 0)
+    if BITS == 8:
+        second = tl.load(at + apart, there, 0)
+        if PLAIN:
+            first, second = behind_1024(first), behind_1024(second)
+        else:
+            first = tl.inline_asm_elementwise(BYTES, "=r,=r,r", [first], tl.float16, True, 4)
+            second = tl.inline_asm_elementwise(BYTES, "=r,=r,r", [second], tl.float16, True, 4)
+    elif PLAIN:
+        first, second = behind_1024(first >> 4), behind_1024(first & 15)
     else:
-        first = first & 255
-        second = tl.load(at + apart)[:, None, :] >> shift & 255
-    return to_half(tl.reshape(first, [4 * X, Y])).to(NUMBER), to_half(
-        tl.reshape(second, [4 * X, Y])
-    ).to(NUMBER)
+        first, second = tl.inline_asm_elementwise(
+            NIBBLES, "=r,=r,=r,=r,r", [first], (tl.float16, tl.float16), True, 4
+        )
+    return (first - 1024.0).to(NUMBER), (second - 1024.0).to(NUMBER)
 
 
 @triton.jit
-def load_pairs(at, NUMBER: tl.constexpr):
-    """Load words (X, Y) of two numbers in half precision each, and return the numbers (2 X, Y)."""
-    X: tl.constexpr = at.shape[0]
-    Y: tl.constexpr = at.shape[1]
-    pairs = tl.load(at)[:, None, :] >> (16 * tl.arange(0, 2))[None, :, None]
-    return tl.reshape(pairs, [2 * X, Y]).to(tl.int16).to(tl.float16, bitcast=True).to(NUMBER)
+def repeated(numbers, TIMES: tl.constexpr):
+    """Return (X, Y) as (X, Y x TIMES): each number so many times in a row."""
+    X: tl.constexpr = numbers.shape[0]
+    Y: tl.constexpr = numbers.shape[1]
+    if Y == 1:
+        return tl.broadcast_to(numbers, [X, TIMES])
+    return tl.reshape(tl.broadcast_to(numbers[:, :, None], [X, Y, TIMES]), [X, Y * TIMES])
 
 
 @triton.jit
-def decode_values(codes, at_scale, BLOCK: tl.constexpr, GROUPS: tl.constexpr, F: tl.constexpr):
-    """Return half of the features of BLOCK values: codes by their scale, above the least value of
-    their group.
+def scaled(codes, at, least, there, TIMES: tl.constexpr):
+    """Return codes by their scales, above their least values, which lie `least` behind; each is of
+    TIMES codes in a row.
     """
-    codes = tl.reshape(codes, [BLOCK, GROUPS, F])
-    scale, least = load_pairs(at_scale, codes.dtype), load_pairs(at_scale + 8, codes.dtype)
-    return tl.reshape(codes * scale[:, :, None] + least[:, :, None], [BLOCK, GROUPS * F])
+    scale = tl.load(at, there, 0.0).to(codes.dtype)
+    above = tl.load(at + least, there, 0.0).to(codes.dtype)
+    return codes * repeated(scale, TIMES) + repeated(above, TIMES)
 
 
 @triton.jit
@@ -78,10 +96,10 @@ def attend_coded(  # noqa: PLR0915
     q,
     k,
     v,
-    k_codes,  # (B x K, N, C / 4, 16), int32: four bytes of a slot are a word
-    v_codes,  # (B x K, N, 4, C), int32: a byte of each of four slots is a word
-    k_scales,  # (B x K, S / G, 2, D / 2), int32: scales and least values in fp16, two to a word
-    v_scales,  # (B x K, N, D / F, 2, 8), int32, likewise
+    k_codes,  # (B x K, N, C / 4, 16, 4), uint8: four bytes of a slot lie together
+    v_codes,  # (B x K, N, 4, C, 4), uint8: a byte of each of four slots lie together
+    k_scales,  # (B x K, S / G, 2, D), fp16: scales and least values
+    v_scales,  # (B x K, N, D / F, 2, 16), fp16, likewise
     seqlens,
     first_exact,  # (B,): slots before it are read as codes
     out,  # (B, T, H, D), contiguous: of the only split
@@ -107,18 +125,20 @@ def attend_coded(  # noqa: PLR0915
     G: tl.constexpr,
     F: tl.constexpr,
     TILE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,  # slots that are read at a time as codes
+    EXACT: tl.constexpr,  # and exactly
     SPLIT: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     """Attend from one tile of query rows to one split of one KV head of one row."""
     HALF: tl.constexpr = D // 2
-    BYTES: tl.constexpr = D * BITS // 8
+    C: tl.constexpr = D * BITS // 8
     GROUPS: tl.constexpr = HALF // F
+    K_GROUPS: tl.constexpr = max(1, BLOCK // G)
     tile, split, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b, kv = (head // K).to(tl.int64), (head % K).to(tl.int64)
     r = tile * TILE + tl.arange(0, TILE)
-    d, group = tl.arange(0, HALF), tl.arange(0, GROUPS)
+    d, s = tl.arange(0, HALF), tl.arange(0, BLOCK)
     seqlen, coded = tl.load(seqlens + b), tl.load(first_exact + b)
     query = seqlen - T + r % T
 
@@ -139,10 +159,15 @@ def attend_coded(  # noqa: PLR0915
     k += b * k_row + kv * k_head
     v += b * v_row + kv * v_head
     wide = head.to(tl.int64)
-    k_codes += wide * num_tiles * 4 * BYTES
-    v_codes += wide * num_tiles * 4 * BYTES
-    k_scales += wide * (num_tiles * 16 // G) * D
-    v_scales += wide * num_tiles * (D // F) * 16
+    # Offsets from a block's first codes and scales.
+    k_codes += wide * num_tiles * (16 * C) + (d // 4 * 64 + d % 4)[:, None]
+    k_codes += (s // 16 * (16 * C) + s % 16 * 4)[None, :]
+    v_codes += wide * num_tiles * (16 * C) + (s // 4 * (4 * C) + s % 4)[:, None]
+    v_codes += 4 * d[None, :]
+    k_scales += wide * (num_tiles * 16 // G) * (2 * D) + d[:, None]
+    v_scales += wide * num_tiles * (D // F * 32) + 32 * tl.arange(0, GROUPS)[None, :]
+    v_scales += (s // 16 * (D // F * 32) + s % 16)[:, None]
+    k_group = tl.arange(0, K_GROUPS)[None, :]
 
     last = tl.max(query, 0) + 1
     length = tl.cdiv(tl.cdiv(last, num_splits), BLOCK) * BLOCK
@@ -153,33 +178,26 @@ def attend_coded(  # noqa: PLR0915
     sums1 = tl.zeros([TILE, HALF], tl.float32)
     sums2 = tl.zeros([TILE, HALF], tl.float32)
 
-    for at in range(start, tl.minimum(end, coded), BLOCK):
-        slot = at + tl.arange(0, BLOCK)
-        at_k = (
-            k_codes
-            + (slot // 16 * (4 * BYTES) + slot % 16)[None, :]
-            + 16 * tl.arange(0, HALF // 4)[:, None]
-        )
-        k1, k2 = split_codes(at_k, 4 * HALF, BITS, NUMBER)
-        at_scale = k_scales + at // G * D + tl.arange(0, HALF // 2)[:, None]
-        k1 = k1 * load_pairs(at_scale, NUMBER) + load_pairs(at_scale + HALF, NUMBER)
-        at_scale += HALF // 2
-        k2 = k2 * load_pairs(at_scale, NUMBER) + load_pairs(at_scale + HALF, NUMBER)
-        rows = at // 4 + tl.arange(0, BLOCK // 4)
-        at_v = v_codes + rows[:, None] * BYTES + d[None, :]
-        v1, v2 = split_codes(at_v, HALF, BITS, NUMBER)
-        pair = at // 2 + tl.arange(0, BLOCK // 2)
-        of_pair = pair // 8 * (D // F * 16) + pair % 8
-        at_scale = v_scales + of_pair[:, None] + group[None, :] * 16
-        v1 = decode_values(v1, at_scale, BLOCK, GROUPS, F)
-        v2 = decode_values(v2, at_scale + GROUPS * 16, BLOCK, GROUPS, F)
+    until = tl.minimum(start + length, coded // 16 * 16)
+    for at in range(start, until, BLOCK):
+        slot = at + s
+        there = slot < until
+        k1, k2 = load_codes(k_codes + at * C, 16 * HALF, there[None, :], BITS, NUMBER, UPCAST)
+        at_scale, whole = k_scales + (at // G + k_group) * (2 * D), at + k_group * G < until
+        k1 = scaled(k1, at_scale, D, whole, BLOCK // K_GROUPS)
+        k2 = scaled(k2, at_scale + HALF, D, whole, BLOCK // K_GROUPS)
+        v1, v2 = load_codes(v_codes + at * C, 4 * HALF, there[:, None], BITS, NUMBER, UPCAST)
+        at_scale = v_scales + at * (D // F * 2)
+        v1 = scaled(v1, at_scale, 16, there[:, None], F)
+        v2 = scaled(v2, at_scale + 32 * GROUPS, 16, there[:, None], F)
         scores = tl.dot(coded_q1, k1, input_precision="ieee")
         scores = tl.dot(coded_q2, k2, scores, input_precision="ieee") * scale
-        scores = tl.where(slot[None, :] <= query[:, None], scores, float("-inf"))
+        seen = there[None, :] & (slot[None, :] <= query[:, None])
+        scores = tl.where(seen, scores, float("-inf"))
         most, total, sums1, sums2 = fold_halves(most, total, sums1, sums2, scores, v1, v2)
 
-    for at in range(tl.maximum(start, coded), end, BLOCK):
-        slot = at + tl.arange(0, BLOCK)
+    for at in range(tl.maximum(start, coded), end, EXACT):
+        slot = at + tl.arange(0, EXACT)
         valid = slot < end
         at_k = k + slot.to(tl.int64)[:, None] * k_slot + d[None, :]
         at_v = v + slot.to(tl.int64)[:, None] * v_slot + d[None, :]

@@ -5,7 +5,7 @@ test_interpreted.py runs this file.
 import pytest
 import torch
 
-from magicdec.attention.base import PageBounds
+from magicdec.attention.base import PageBounds, Weighting
 from magicdec.attention.cuda import triton_selection
 from magicdec.attention.cuda.triton import TritonAttention
 from magicdec.attention.sdpa import SdpaAttention
@@ -97,6 +97,20 @@ def test_pages(num_new, group, dim, size, window, dtype, count, splits, monkeypa
     assert slots.shape == (*keys.shape[:2], count * size)
     assert recall(slots, right) >= (1 if dtype == torch.float32 else 0.9)
     assert sum(map(len, as_sets(slots))) == sum(map(len, as_sets(right)))
+
+
+def test_a_weighting_is_left_to_operators():
+    """Of slots and of pages: the kernels know the softmax alone."""
+    q, k, v, seqlens = twins.case(1, 4, 64, 200)
+    weighting = Weighting(torch.linspace(-1, 6, 8), 20.0)
+    bounds, length = page_bounds(k, seqlens - 1, 8), seqlens - 1
+    selected = []
+    for backend in (TRITON.weighted(weighting), SDPA.weighted(weighting)):
+        plan = twins.plan_of(backend, q, k, seqlens, None)
+        slots = backend.select_slots(q, k, v, plan, length, 10)
+        pages = backend.select_pages(q, bounds, torch.zeros_like(length), length, 3)
+        selected.append((as_sets(slots), as_sets(pages)))
+    assert selected[0] == selected[1]
 
 
 @pytest.mark.parametrize("kind", ["noise", "few", "equal", "rising"])

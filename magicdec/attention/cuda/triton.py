@@ -127,7 +127,7 @@ class TritonAttention(KernelAttention):
         length_B: Tensor,
         count: int,
     ) -> Tensor:
-        if not selection.fits(q_BTHD, k_BKSD.shape[1]):
+        if not (self.weighting.is_plain and selection.fits(q_BTHD, k_BKSD.shape[1])):
             return super().select_slots(q_BTHD, k_BKSD, v_BKSD, plan, length_B, count)
         q, k = map(with_dense_entries, (q_BTHD, k_BKSD))
         return selection.slots(q, k, plan, length_B, count)
@@ -136,7 +136,8 @@ class TritonAttention(KernelAttention):
     def select_pages(
         self, q_BTHD: Tensor, bounds: PageBounds, first_B: Tensor, length_B: Tensor, count: int
     ) -> Tensor:
-        if not selection.fits(q_BTHD, bounds.least_BKPD.shape[1]):
+        heads = bounds.least_BKPD.shape[1]
+        if not (self.weighting.is_plain and selection.fits(q_BTHD, heads)):
             return super().select_pages(q_BTHD, bounds, first_B, length_B, count)
         return selection.pages(with_dense_entries(q_BTHD), bounds, first_B, length_B, count)
 

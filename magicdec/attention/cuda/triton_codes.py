@@ -14,7 +14,8 @@ from magicdec.attention.cuda.triton_grid import ceil_div, kernels, power_of_2
 from magicdec.attention.sdpa_fallback import KernelPlan
 
 HEAD_DIMS: Final = (64, 128)
-BLOCK: Final = 32  # slots that are read at a time
+EXACT: Final = 32  # slots that are read at a time, and of codes at most
+BLOCK: Final = 64
 MAX_ROWS: Final = 32  # query rows: one tile
 
 
@@ -22,20 +23,31 @@ def reads(coded: Coded, plan: KernelPlan, q_BTHD: Tensor) -> bool:
     """Return whether the kernel can read these codes: without a window, and as the usual groups and
     head dims are.
     """
-    fits = coded.k.group_size % BLOCK == 0 and q_BTHD.shape[-1] // 2 % coded.v.group_size == 0
+    fits = coded.k.group_size % EXACT == 0 and q_BTHD.shape[-1] // 2 % coded.v.group_size == 0
     rows = plan.shape.group_size * plan.shape.num_new
     plain = plan.window is None and plan.positions_BKS is None
     return fits and plain and q_BTHD.shape[-1] in HEAD_DIMS and rows <= MAX_ROWS
 
 
+def block(dtype: torch.dtype, tile: int, head_dim: int, group_size: int) -> int:
+    """Return the slots of codes that are read at a time: many where registers suffice, in whole
+    groups of keys or a part of one.
+    """
+    few_rows = dtype != torch.float32 and tile == 16 and head_dim == 128
+    many = few_rows and (group_size == EXACT or group_size % BLOCK == 0)
+    return BLOCK if many else EXACT
+
+
 def options(dtype: torch.dtype, tile: int) -> dict[str, int | bool]:
-    """Return the compiler's options: few warps decode scales for more numbers each, more of them
-    hold more numbers.
+    """Return the compiler's options: each of few warps decodes codes for all query rows of a tile.
+    More warps hold more numbers.
     """
     if dtype == torch.float32:
         warps, stages = 4 if tile == 16 else 8, 2
     else:
-        warps, stages = (2, 3) if tile == 16 and grid.reads_shared() else (4, 2)
+        # Shared memory holds four programs of three stages, but for small ones.
+        deep = tile == 16 and grid.gpu().shared > 128 << 10
+        warps, stages = 2 if tile == 16 else 4, 3 if deep else 2
     return {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
 
 
@@ -53,8 +65,8 @@ def attend(
         "num_tiles": coded.k.codes_LBKNC.shape[3], "scale": D**-0.5 * 1.4426950408889634,
     }  # fmt: skip
     for name, codes in (("k", coded.k), ("v", coded.v)):
-        arguments[f"{name}_codes"] = codes.codes_LBKNC[layer].view(torch.int32)
-        arguments[f"{name}_scales"] = codes.scales[layer].view(torch.int32)
+        arguments[f"{name}_codes"] = codes.codes_LBKNC[layer]
+        arguments[f"{name}_scales"] = codes.scales[layer]
     for name, x in (("q", q_BTHD), ("k", k_BKSD), ("v", v_BKSD)):
         second, third = ("token", "head") if name == "q" else ("head", "slot")
         arguments |= zip(
@@ -62,14 +74,15 @@ def attend(
         )
     constants = {
         "K": K, "J": J, "D": D, "BITS": bits, "G": coded.k.group_size, "F": coded.v.group_size, "TILE": tile,  # noqa: E501
-        "BLOCK": BLOCK, "SPLIT": True, "UPCAST": kernels().INTERPRETED,
+        "BLOCK": block(q_BTHD.dtype, tile, D, coded.k.group_size), "EXACT": EXACT, "SPLIT": True,
+        "UPCAST": kernels().INTERPRETED,
     }  # fmt: skip
     compiler = options(q_BTHD.dtype, tile)
     variant = (q_BTHD.dtype, T == 1, *constants.items())
     at_once = grid.programs_at_once(
         variant, coded_kv.attend_coded, arguments | constants, compiler, q_BTHD.dtype
     )
-    splits = grid.split_count(B * K, S, BLOCK, at_once)
+    splits = grid.split_count(B * K, S, constants["BLOCK"], at_once)
     parts = grid.allocate(q_BTHD, K, splits)
     if not q_BTHD.is_meta:
         constants["SPLIT"] = splits > 1
