@@ -183,7 +183,7 @@ def load_modules(
     config = read_config(folder, "transformers")
     assert isinstance(config, ModulesConfig)
     where = (dtype, torch.device("cpu"), attention or SdpaAttention(), longest)
-    return adapter.load_modules(folder, config, *where)
+    return adapter.load(folder, config, *where)
 
 
 def written(

@@ -9,6 +9,7 @@ from magicdec.config.load import compose
 from magicdec.config.options import values_of
 from magicdec.costmodel.targets import architecture
 from magicdec.errors import UserError
+from magicdec.planning.identity import identify
 from tests.test_hugging_face import LLAMA
 from tests.test_plugins import written
 
@@ -35,6 +36,18 @@ PUBLISHED = {
     "smollm2-135m-q4": 0.13,
 }
 BUNDLED = ("tiny", "tiny-draft")
+# The same of those that run as transformers' modules; GLM's without the layer that predicts a
+# second token.
+MODULES = {
+    "qwen3-30b-a3b": 30.53,
+    "mixtral-8x7b": 46.70,
+    "gpt-oss-20b": 20.91,
+    "glm-4.5-air": 106.85,
+    "gemma-2-9b": 9.24,
+    "gemma-3-1b": 1.00,
+    "phi-3-mini-4k": 3.82,
+    "olmo-2-7b": 7.30,
+}
 
 
 @pytest.mark.parametrize("target", PUBLISHED)
@@ -42,16 +55,35 @@ def test_targets_have_the_published_number_of_parameters(target):
     assert round(architecture(target).num_parameters / 1e9, 2) == PUBLISHED[target]
 
 
-@pytest.mark.parametrize("target", [*PUBLISHED, *BUNDLED, "custom"])
+@pytest.mark.parametrize("target", MODULES)
+def test_targets_of_other_families_have_the_published_number_of_parameters(target):
+    """Their config.json is described by transformers' modules, where the weights are not read."""
+    keys = [f"target={target}", "target.weights=random", "draft.synthetic_acceptance=0.5"]
+    choice = compose([*keys, "data=random"]).target
+    assert choice.architecture is None
+    choice, folder = identify("target", choice, loads=False)
+    assert folder is None
+    assert choice.config_file is None
+    assert (choice.name, choice.implementation) == (target, "transformers")
+    assert round(choice.architecture.num_parameters / 1e9, 2) == MODULES[target]
+
+
+@pytest.mark.parametrize("target", [*PUBLISHED, *BUNDLED, *MODULES, "custom"])
 def test_targets_say_who_they_are_and_open_with_a_comment(target):
     content = values_of("target", target)
     assert (TARGETS / f"{target}.yaml").read_text().startswith("# ")
-    assert set(content) - {"implementation"} == {"name", "path", "weights", "architecture"}
+    extra = {"implementation", "config_file"}
+    assert set(content) - extra == {"name", "path", "weights", "architecture"}
     assert (content["name"], content["weights"]) == (target, "checkpoint")
 
 
 def test_every_target_is_checked_here():
-    assert {path.stem for path in TARGETS.glob("*.yaml")} == {*PUBLISHED, *BUNDLED, "custom"}
+    assert {path.stem for path in TARGETS.glob("*.yaml")} == {
+        *PUBLISHED,
+        *BUNDLED,
+        *MODULES,
+        "custom",
+    }
 
 
 def test_an_option_of_ones_own_names_its_config_json(here):

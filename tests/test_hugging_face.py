@@ -154,7 +154,7 @@ def test_defaults_of_transformers_are_read(family):
         ({"model_type": None}, "no model_type is given; supported: llama"),
         (
             {"quantization_config": {"quant_method": "awq"}},
-            "quantized checkpoints are not supported",
+            "quantized checkpoints (awq) are not supported",
         ),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; supported: silu"),
         ({"mlp_bias": True}, "mlp_bias=True is not supported; supported: False"),

@@ -66,6 +66,16 @@ SUPPORTED = {
     "per_layer_config": {},
 }
 QUANTIZED = ("quantization_config", "compression_config")
+# What to do with a quantized checkpoint, by its quant_method.
+USUAL_REMEDY = "take the unquantized one that it was made of (base_model on its page)"
+REMEDIES = {
+    "fp8": "take the one in bfloat16: the same name without -FP8, or base_model on its page",
+    "mxfp4": (
+        "write a copy in bfloat16 once, four times as large, where the memory suffices:"
+        " AutoModelForCausalLM.from_pretrained(NAME, dtype='bfloat16', quantization_config="
+        "Mxfp4Config(dequantize=True)).save_pretrained(FOLDER), or take somebody else's copy"
+    ),
+}
 # Keys that change no token: of training, of how a file was written, and special tokens that nothing
 # here adds.
 NEUTRAL = """architectures transformers_version dtype torch_dtype _name_or_path name_or_path _commit_hash
@@ -270,10 +280,15 @@ def _check_values(plain: Mapping[str, Any], family: Family) -> None:
 
 
 def refuse_quantized(plain: Mapping[str, Any], name: str | None = None) -> None:
-    """Raise UserError for a quantized checkpoint; `name` is what the error calls the file."""
-    if any(plain.get(key) for key in QUANTIZED):
-        line = "quantized checkpoints are not supported; take the unquantized one"
-        raise UserError(f"{name}: {line}" if name else line)
+    """Raise UserError for a quantized checkpoint, with what to do for its kind; `name` is what the
+    error calls the file.
+    """
+    for key in QUANTIZED:
+        if settings := plain.get(key):
+            method = settings.get("quant_method") if isinstance(settings, Mapping) else None
+            remedy = REMEDIES.get(str(method), USUAL_REMEDY)
+            line = f"quantized checkpoints ({method or key}) are not supported; {remedy}"
+            raise UserError(f"{name}: {line}" if name else line)
 
 
 def _rope_keys(plain: Mapping[str, Any]) -> tuple[str, str]:

@@ -36,6 +36,7 @@ from magicdec.measure import ceilings
 from magicdec.measure.memory_use import available_bytes
 from magicdec.measure.system import cpu_name, driver_version
 from magicdec.planning import build
+from magicdec.planning.before_download import examine as examine_model
 from magicdec.planning.resolve import resolve
 from magicdec.scenarios.ranks import on_ranks
 from magicdec.tracking.cells import markdown_table, new_table
@@ -84,7 +85,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--markdown", action="store_true", help="print the table to paste into a bug report"
     )
+    parser.add_argument(
+        "--model",
+        metavar="FOLDER_OR_CONFIG",
+        help="say instead what a model's config.json (a file, a folder, or org/name) will do here",
+    )
     options = parser.parse_args(arguments)
+    if options.model:
+        return describe_model(options.model)
     with Console(stderr=True).status("checking, about half a minute") as shown:
         examined = examine(lambda check: shown.update(f"checking, about half a minute: {check}"))
         findings = [
@@ -102,6 +110,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"Checks that failed: {num_failed}." if num_failed else "This machine is ready.")
         print("For a bug report, paste the output of: magicdec doctor --markdown")
     return 1 if num_failed else 0
+
+
+def describe_model(path: str) -> int:
+    """Print what a model will do here, before its weights are downloaded."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    table = new_table("", "finding", num_words=2)
+    for check, text in examine_model(path, device, DTYPES[device.type]):
+        table.add_row(Text(check), Text(text))
+    Console().print(table)
+    return 0
 
 
 def examine(begin: Callable[[str], None] | None = None) -> Iterator[Finding]:

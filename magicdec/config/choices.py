@@ -193,6 +193,8 @@ class ModelChoice:
     # Our own transformer, transformers' modules, or auto: ours where it covers the model.
     implementation: Literal["auto", "native", "transformers"] = "auto"
     architecture: ModelConfig | None = None
+    # The file that `architecture` names, where transformers' modules have to say what it describes.
+    config_file: str | None = None
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -18,7 +18,7 @@ from magicdec.architectures.model_config import ModelConfig
 from magicdec.config import registry
 from magicdec.config.registry import PACKAGE
 from magicdec.config.schema import CONF, SCENARIOS, Config, option_file, own_folders
-from magicdec.errors import UserError, in_one_line
+from magicdec.errors import Unsupported, UserError, in_one_line
 
 # Groups whose options differ in their keys.
 OPEN = (*registry.GROUPS, "scenario")
@@ -46,7 +46,7 @@ def values_in(file: Path) -> dict[str, Any]:
         elif default != "_self_":
             values |= values_of(file.parent.name, default)
     if isinstance(name := content.get("architecture"), str):
-        content["architecture"] = architecture_of(name, [file.parent], str(file))
+        content |= architecture_of(name, [file.parent], str(file))
     return merged(values, content)
 
 
@@ -82,15 +82,19 @@ def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
 
 
 def architecture_of(name: str, folders: Iterable[Path], where: str) -> dict[str, Any]:
-    """Return the architecture in a config.json, by its name in one of these folders, or its path in
-    the package.
+    """Return the keys of a model that a config.json gives, by its name in one of these folders, or
+    its path in the package: its architecture or, of a model that our own transformer does not
+    cover, the path of the file.
 
     Raise UserError, which begins with `where`, for a file that is missing or broken. Which tokens
     end a sequence is for the checkpoint to say.
     """
     for path in (*(folder / name for folder in folders), PACKAGE.parent / name):
         if path.is_file():
-            return dict(_architecture_in(path))
+            try:
+                return {"architecture": dict(_architecture_in(path))}
+            except Unsupported:
+                return {"architecture": None, "config_file": str(path)}
     advice = "no such file next to it; name a config.json, or null"
     raise UserError(f"{where}: architecture={name}: {advice}")
 
@@ -119,7 +123,7 @@ def complete_model(
     files = (place / f"{option}.yaml" for place in places)
     file = next((file for file in files if file.is_file()), None)
     if isinstance(given, str):
-        model["architecture"] = architecture_of(given, places, str(file or key))
+        model |= architecture_of(given, places, str(file or key))
     elif isinstance(given, dict) and file:
         original = values_in(file).get("architecture") or {}
         model["architecture"] = merged(original, given)

@@ -74,6 +74,10 @@ def read_config(folder: Path, implementation: str = "auto") -> ModelConfig:
     config = describe(plain, str(path), implementation)
     if config.implementation == "native":
         report_keys(path, unread_keys(plain), NOT_READ)
+    else:
+        from magicdec.models.adapter.transformers_library import unread_keys as unread_by_modules
+
+        report_keys(path, unread_by_modules(plain), NOT_READ)
     if config.tie_word_embeddings and any(folder.glob("*.safetensors")):
         config = replace(config, tie_word_embeddings=is_tied(files_of(folder)))
     return replace(config, eos_token_ids=_eos_ids(folder) or config.eos_token_ids)

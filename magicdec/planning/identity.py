@@ -27,7 +27,9 @@ def identify(key: str, choice: ModelChoice, loads: bool) -> tuple[ModelChoice, P
     given = choice.architecture
     is_wanted = given is not None and choice.implementation in ("auto", given.implementation)
     if not loads and is_own and is_wanted and given is not None:
-        return replace(choice, implementation=given.implementation), None
+        return replace(choice, implementation=given.implementation, config_file=None), None
+    if not loads and is_own and choice.config_file is not None:
+        return _of_file(choice, choice.config_file), None
     if choice.path is None:
         raise UserError(
             f"{key}.path=null: give a local Hugging Face folder or a hub id such as org/name"
@@ -49,8 +51,29 @@ def identify(key: str, choice: ModelChoice, loads: bool) -> tuple[ModelChoice, P
                 )
     is_named = choice.name != origin.get("name")  # by the user
     name = choice.name if is_own or is_named else _name_of(folder.resolve(), choice.name, config)
-    implementation = config.implementation
-    return replace(choice, name=name, architecture=config, implementation=implementation), folder
+    return _described(choice, name, config), folder
+
+
+def _of_file(choice: ModelChoice, file: str) -> ModelChoice:
+    """Return a choice with the architecture in a config.json that only transformers covers."""
+    from magicdec.models import description
+    from magicdec.models.metadata import read_json
+
+    plain = read_json(Path(file), dict[str, Any])
+    config = description.describe(plain, file, choice.implementation)
+    # Which tokens end a sequence is for the checkpoint to say.
+    return _described(choice, choice.name, replace(config, eos_token_ids=()))
+
+
+def _described(choice: ModelChoice, name: str, config: ModelConfig) -> ModelChoice:
+    """Return a choice with the name, architecture and implementation of the model that runs."""
+    return replace(
+        choice,
+        name=name,
+        architecture=config,
+        implementation=config.implementation,
+        config_file=None,
+    )
 
 
 def _shown(value: Any) -> str:

@@ -5,6 +5,7 @@ token for token in fp32.
 import itertools
 import json
 import random
+import shutil
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -15,8 +16,11 @@ import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from magicdec.architectures.modules_config import ModulesConfig
 from magicdec.attention.base import Attention
 from magicdec.attention.cpp import CppAttention
+from magicdec.commands import doctor
+from magicdec.config.load import compose
 from magicdec.config.registry import DRAFTS, POLICIES
 from magicdec.config.schema import SamplingConfig
 from magicdec.conformance.examine import both_ways, small_head
@@ -29,6 +33,8 @@ from magicdec.models.description import describe, read_config
 from magicdec.models.kv_cache import KVCache, resting
 from magicdec.models.taps import Taps
 from magicdec.models.transformer import Transformer
+from magicdec.planning.resolve import resolve
+from magicdec.planning.setup import setup_of
 from magicdec.serving.request import Params, Request
 from magicdec.serving.scheduler import Scheduler
 from magicdec.serving.slots import Slots
@@ -290,6 +296,10 @@ def plain_of(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "config.json").read_text())
 
 
+def quantized(method: str) -> dict[str, Any]:
+    return {"model_type": "qwen3_moe", "quantization_config": {"quant_method": method}}
+
+
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
 REFUSED = [
     ({"model_type": "no_such_model"}, "is not known to transformers"),
@@ -305,7 +315,12 @@ REFUSED = [
         SIZES | {"model_type": "olmo2", "rope_parameters": DYNAMIC},
         "rope_type=dynamic is not supported",
     ),
-    ({"model_type": "qwen3_moe", "quantization_config": {"quant_method": "fp8"}}, "quantized"),
+    (quantized("fp8"), r"\(fp8\) are not supported; take the one in bfloat16"),
+    (quantized("mxfp4"), r"\(mxfp4\) are not supported; write a copy in bfloat16 once"),
+    *(
+        (quantized(method), rf"\({method}\) are not supported; take the unquantized one")
+        for method in ("awq", "gptq", "compressed-tensors", "bitsandbytes")
+    ),
 ]
 
 
@@ -344,3 +359,76 @@ def test_experts_that_a_step_does_not_choose_are_not_counted_as_read(folders):
     config, size = target.config, 4
     one, many = target.step_weight_bytes(1), target.step_weight_bytes(1000)
     assert one == pytest.approx(many - config.expert_parameters * size * (1 - 2 / 8))
+
+
+def test_keys_that_nobody_reads_are_reported(tmp_path, folders, capsys):
+    shutil.copytree(folders("qwen3-moe"), tmp_path, dirs_exist_ok=True)
+    plain = plain_of(tmp_path)
+    read_config(tmp_path)
+    assert "not read" not in capsys.readouterr().err
+    (tmp_path / "config.json").write_text(json.dumps(plain | {"moe_router_mood": "good"}))
+    read_config(tmp_path)
+    assert "keys that are not read: moe_router_mood='good'" in capsys.readouterr().err
+
+
+def planned(folder: Path, *keys: str) -> Any:
+    fixed = ["hardware=cpu", "data=random", "draft.synthetic_acceptance=0.5", "target=custom"]
+    sizes = ["batch.context_len=64", "batch.generate_len=8", "batch.size=2", "cache.budget=16"]
+    return resolve(compose([*fixed, *sizes, f"target.path={folder}", *keys]))
+
+
+@needs_compiler
+def test_a_plan_says_who_runs_the_model(folders, tmp_path):
+    plan = planned(folders("gpt-oss"))
+    assert (plan.config.target.implementation, plan.config.attention) == ("transformers", "cpp")
+    assert planned(folders("llama-modules")).config.target.implementation == "native"
+    other = planned(folders("llama-modules"), "target.implementation=transformers")
+    assert isinstance(other.target.config, ModulesConfig)
+    assert "two tables" in " ".join(planned(folders("phi3-long")).warnings())
+    assert not planned(folders("gemma3")).warnings()
+    with pytest.raises(UserError, match="have no cost model"):
+        setup_of(plan)
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (["hardware.tensor_parallel=2"], "runs on one device"),
+        (["draft.quantization=int8"], "draft.quantization=int8: our kernels"),
+        (["target.implementation=native"], "model_type='qwen3_moe' is not supported"),
+        (
+            [
+                "draft=model",
+                "target@draft.model=custom",
+                "draft.model.path={draft}",
+                "draft.model.weights=random",
+            ],
+            "runs as transformers' modules",
+        ),
+    ],
+)
+def test_what_a_plan_refuses(keys, said, folders, tmp_path):
+    folder = folders("qwen3-moe")
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    short = plain_of(tmp_path) | {"max_position_embeddings": 40}
+    (tmp_path / "config.json").write_text(json.dumps(short))
+    with pytest.raises(UserError, match=said):
+        planned(folder, *(key.format(draft=tmp_path) for key in keys))
+
+
+def test_doctor_says_what_a_model_will_do_here(folders, capsys):
+    assert doctor.main(["--model", str(folders("gpt-oss"))]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    for part in (
+        "its modules for gpt_oss over our caches",
+        "4 experts, of which a token takes 2",
+        "a window of 12 tokens in 2 layers; attention sinks",
+        "fits into",
+    ):
+        assert part in shown
+    entries = 3 * 2 * 2 * 16 * 1000 * 4 / 2**30
+    assert f"{entries:,.4f} GiB per 1,000 tokens in float32" in shown
+    assert doctor.main(["--model", str(folders("llama-modules") / "config.json")]) == 0
+    assert "native: our own transformer" in capsys.readouterr().out
+    with pytest.raises(UserError, match="is no folder"):
+        doctor.main(["--model", "no such/folder at all"])

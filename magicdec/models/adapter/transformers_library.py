@@ -11,9 +11,18 @@ from typing import Any
 import transformers
 from packaging.version import Version
 
+from magicdec.architectures.hugging_face import WITHOUT_EFFECT
 from magicdec.errors import UserError, in_one_line
 
 OLDEST = "5.24"  # whose modules take what we pass
+# Keys that configurations read without having them: of rotary embeddings, which they check
+# themselves, and what modules ask for with getattr.
+ALSO_READ = frozenset(
+    (
+        *("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "head_dim"),
+        *("rope_local_base_freq", "sliding_window_pattern"),
+    )
+)
 
 
 @cache
@@ -49,6 +58,15 @@ def config_of(plain: Mapping[str, Any]) -> Any:
         return mapping[model_type].from_dict(dict(plain))
     except Exception as error:  # its own checks, of many kinds
         raise UserError(f"transformers refuses it ({in_one_line(error):.300})") from None
+
+
+def unread_keys(plain: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a config.json that transformers' configuration does not know, with their
+    values.
+    """
+    config = config_of(plain)
+    usual = {*type(config)().to_dict(), *config.attribute_map, *WITHOUT_EFFECT, *ALSO_READ}
+    return {key: value for key, value in plain.items() if key not in usual and value is not None}
 
 
 def config_from(text: str) -> Any:

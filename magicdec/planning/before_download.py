@@ -1,0 +1,93 @@
+"""What a config.json will do here, before its weights are downloaded: `magicdec doctor --model`."""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from magicdec.architectures.model_config import ModelConfig
+from magicdec.architectures.modules_config import ModulesConfig
+from magicdec.attention import backends
+from magicdec.config.registry import DRAFTS, POLICIES
+from magicdec.measure.memory_use import available_bytes
+from magicdec.models import description
+from magicdec.models.metadata import read_json
+from magicdec.units import GIB
+
+TOKENS = 1000  # whose keys and values are counted
+
+
+def examine(path: str, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, str]]:
+    """Yield what is to be known of a model, as checks and their texts.
+
+    `path` is a folder, a config.json or a hub id, of which only the json files are downloaded.
+    Raise UserError for a model that cannot run, with the reason.
+    """
+    config = _read(path)
+    yield "implementation", _implementation(config)
+    yield "attention", _attention(config, device, dtype)
+    yield from (("remark", remark) for remark in config.remarks_on(config.max_position_embeddings))
+    yield "drafts", f"{_those(DRAFTS)}; draft=model with any target of the same vocabulary"
+    yield "cache policies", _those(POLICIES)
+    for refused in _refused(config):
+        yield "refused", refused
+    yield from _sizes(config, device, dtype)
+
+
+def _read(path: str) -> ModelConfig:
+    file = Path(path).expanduser()
+    if file.is_file():
+        plain: dict[str, Any] = read_json(file, dict[str, Any])
+        return description.describe(plain, str(file))
+    return description.read_config(description.locate(path, "--model", weights=False))
+
+
+def _implementation(config: ModelConfig) -> str:
+    if not isinstance(config, ModulesConfig):
+        return "native: our own transformer"
+    text = f"transformers: its modules for {config.model_type} over our caches"
+    if config.num_experts:
+        text += f"; {config.num_experts} experts, of which a token takes {config.experts_per_token}"
+    return text
+
+
+def _attention(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> str:
+    head_dims = [config.head_dim]
+    name, _ = backends.choose("auto", device, dtype, head_dims, config.attention_needs)
+    layers = len(config.sliding_layers)
+    windows = f"; a window of {config.sliding_window:,} tokens in {layers} layers" if layers else ""
+    needs = "".join(f"; {need}" for need in config.attention_needs)
+    return f"{name}, head dim {config.head_dim}{windows}{needs}"
+
+
+def _those(names: Iterable[str]) -> str:
+    return ", ".join(names)
+
+
+def _refused(config: ModelConfig) -> Iterator[str]:
+    """Yield what runs refuse with this model, and why."""
+    if isinstance(config, ModulesConfig):
+        yield "hardware.tensor_parallel above 1: its modules run on one device"
+        yield "draft.quantization with draft=self: codes replace layers of our own transformer"
+        yield "predictions: modules have no cost model"
+    longest = config.max_position_embeddings
+    yield f"batch.context_len + batch.generate_len above {longest:,}: its trained context"
+
+
+def _sizes(
+    config: ModelConfig, device: torch.device, dtype: torch.dtype
+) -> Iterator[tuple[str, str]]:
+    weights = config.num_parameters * dtype.itemsize
+    entries = config.kv_elements_per_token * TOKENS * dtype.itemsize
+    precision = str(dtype).removeprefix("torch.")
+    billions = config.num_parameters / 1e9
+    yield "weights", f"{weights / GIB:,.2f} GiB in {precision} ({billions:,.2f}B)"
+    yield "KV cache", f"{entries / GIB:,.4f} GiB per {TOKENS:,} tokens in {precision}"
+    available = available_bytes(device)
+    room = int((available - weights) / entries * TOKENS)
+    if room < TOKENS:
+        yield "memory", f"does not fit into {available / GIB:,.1f} GiB; use a larger machine"
+    else:
+        text = f"fits into {available / GIB:,.1f} GiB, with room for the keys and values of about"
+        yield "memory", f"{text} {room:,} tokens, less activations"
