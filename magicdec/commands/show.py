@@ -23,11 +23,11 @@ from magicdec.tracking.run_files import (
     GenerationLine,
     Round,
     Sample,
-    by_round,
     read_lines,
 )
 from magicdec.tracking.run_table import described_models
 from magicdec.tracking.store import counted
+from magicdec.tracking.unit_files import by_round
 
 NUM_ROWS = 4  # shown without stored text, if nobody asks for one row
 ACCEPTED = "bold green"

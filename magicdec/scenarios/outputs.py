@@ -12,7 +12,7 @@ from magicdec.engine.output_audit import Audit
 from magicdec.measure import metrics
 from magicdec.measure.metrics import Metrics
 from magicdec.planning.resolved import Plan
-from magicdec.tracking.run_files import by_round
+from magicdec.tracking.unit_files import by_round
 
 NUM_SAMPLES = 4  # rows whose text is logged
 SAMPLE_PROMPT_TOKENS = 64  # the end of their prompts

@@ -19,7 +19,7 @@ from magicdec.engine.decoder import Generation
 from magicdec.engine.output_audit import Audit
 from magicdec.measure import metrics
 from magicdec.measure.metrics import RowTimes, Times
-from magicdec.tracking import run_files
+from magicdec.tracking import unit_files
 from magicdec.units import WAYS
 
 if TYPE_CHECKING:  # what writes into the store is no part of measuring
@@ -77,7 +77,7 @@ class Unit:
         return {**facts, **marks, "ways": {way: _to_json(g) for way, g in self.ways.items()}}
 
     @classmethod
-    def from_json(cls, stored: run_files.StoredUnit) -> "Unit":
+    def from_json(cls, stored: unit_files.StoredUnit) -> "Unit":
         """Return the unit that a file holds."""
         ways = {way: _from_json(stored["ways"][way]) for way in WAYS if way in stored["ways"]}
         return cls(
@@ -91,7 +91,7 @@ def _to_json(generation: Generation) -> dict[str, Any]:
     return others | counters
 
 
-def _from_json(stored: run_files.StoredDecoding) -> Generation:
+def _from_json(stored: unit_files.StoredDecoding) -> Generation:
     content: dict[str, Any] = dict(stored)
     shape = (-1, len(stored["tokens"]))
     for name in COUNTERS:
@@ -209,10 +209,10 @@ class Stored:
         """Read a run's folder."""
         units = [
             Unit.from_json(stored)
-            for stored in run_files.read_all(run.folder / UNITS, run_files.UNIT)
+            for stored in unit_files.read_all(run.folder / UNITS, unit_files.UNIT)
         ]
         audits: dict[int, Audit] = {}
-        for stored in run_files.read_all(run.folder / AUDITS, AUDIT):
+        for stored in unit_files.read_all(run.folder / AUDITS, AUDIT):
             audits |= stored
         return cls(run, Units.of(units, num_batches), audits)
 

@@ -11,6 +11,7 @@ from typing import Any
 from magicdec.errors import UserError
 from magicdec.tracking import run_files
 from magicdec.tracking.lock import is_locked
+from magicdec.tracking.unit_files import warn
 
 LOG = "log.txt"  # of a run, in its folder
 RESULT = "result.json"
@@ -133,5 +134,5 @@ def _or_empty(read: Callable[[Path], dict[str, Any]], path: Path) -> dict[str, A
     try:
         return read(path)
     except run_files.Damaged as damage:
-        run_files.warn(f"{damage}; the run is left out")
+        warn(f"{damage}; the run is left out")
         return {}

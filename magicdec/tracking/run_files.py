@@ -4,9 +4,8 @@ Readers rely on the keys below, which every version has written in this form. Ot
 any JSON.
 """
 
-import logging
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -14,21 +13,18 @@ from typing import Annotated, Any, Literal, NotRequired, TypeVar
 
 import yaml
 from pydantic import (
-    ConfigDict,
     Field,
     Strict,
     TypeAdapter,
     ValidationError,
     ValidatorFunctionWrapHandler,
     WrapValidator,
-    with_config,
 )
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypeAliasType, TypedDict
 
-from magicdec.errors import UserError, printable
-
-log = logging.getLogger(__name__)
+from magicdec.errors import UserError
+from magicdec.tracking.unit_files import Count, Round, reason, typed, warn
 
 T = TypeVar("T")
 DEPTH = 8  # of nested lists and objects in config.yaml: no run has more
@@ -37,14 +33,11 @@ Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 Text = Annotated[str, Strict()]
 Whole = Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63)]
-Count = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Value = TypeAliasType(
     "Value",
     "Annotated[bool, Strict()] | Whole | Number | Text | list[Value] | dict[Text, Value] | None",
 )
-
-typed = with_config(ConfigDict(strict=True, extra="ignore"))
 
 
 @typed
@@ -106,15 +99,6 @@ class StoredConfig(TypedDict):
 
 
 @typed
-class Round(TypedDict):
-    """A round of a sample, as `by_round` makes it."""
-
-    proposed: Count
-    accepted: list[str]
-    bonus: str | None
-
-
-@typed
 class Sample(TypedDict):
     """A line of samples.jsonl."""
 
@@ -140,53 +124,12 @@ class GenerationLine(TypedDict):
 
 
 @typed
-class StoredDecoding(TypedDict):
-    """A batch as it was decoded in one way: its tokens, its rounds and their times."""
-
-    tokens: list[list[int]]  # by row
-    accepted: list[list[int]]  # by round and row; -1 where the row had finished
-    committed: list[list[int]]  # by round and row
-    round_seconds: list[float]  # the end of each round
-    setup_seconds: float
-    gammas: list[Count]
-    generate_len: Count
-
-
-@typed
-class StoredUnit(TypedDict):
-    """A file of the folder `units`: a batch, decoded both ways once."""
-
-    batch: Count
-    prefill_s: float
-    disturbed: str | None
-    left_out: str | None
-    ways: dict[str, StoredDecoding]
-
-
-@typed
 class JobLine(TypedDict):
     """A line of a sweep's jobs.jsonl."""
 
     job: int
     id: str | None
     before: NotRequired[Count]  # repeats that the run had, where as many as asked for are added
-
-
-def by_round(tokens: Sequence[str], rounds: Iterable[Sequence[int]]) -> list[Round]:
-    """Return the tokens of a row by round; `rounds` are pairs of proposed and accepted tokens.
-
-    `accepted` holds the accepted proposals of a round and `bonus` the target's own token that ends
-    it, or None if the token limit or an end of sequence has cut the round. The first entry is the
-    token of the prefill.
-    """
-    listed: list[Round] = [{"proposed": 0, "accepted": [], "bonus": tokens[0]}]
-    start = 1
-    for proposed, accepted in rounds:
-        part = tokens[start : start + accepted + 1]
-        bonus = part[accepted] if len(part) > accepted else None
-        listed.append({"proposed": proposed, "accepted": list(part[:accepted]), "bonus": bonus})
-        start += len(part)
-    return listed
 
 
 def _in_short(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
@@ -203,21 +146,12 @@ ROW: TypeAdapter[dict[str, Any]] = TypeAdapter(
     dict[Text, Annotated[Value, WrapValidator(_in_short)]]
 )
 FACTS, CONFIG = TypeAdapter(StoredResult), TypeAdapter(StoredConfig)
-SAMPLE, GENERATION, JOB_LINE = (
-    TypeAdapter(Sample),
-    TypeAdapter(GenerationLine),
-    TypeAdapter(JobLine),
-)
-UNIT = TypeAdapter(StoredUnit)
+SAMPLE, GENERATION = TypeAdapter(Sample), TypeAdapter(GenerationLine)
+JOB_LINE = TypeAdapter(JobLine)
 
 
 class Damaged(UserError):
     """A file of a run that cannot be read, or that holds what no version has written."""
-
-
-def warn(line: str) -> None:
-    """Log what is left out of a store."""
-    log.warning("%s", printable(line))
 
 
 def read_result(path: Path) -> dict[str, Any]:
@@ -247,21 +181,6 @@ def read_config(path: Path) -> dict[str, Any]:
         return content
 
 
-def read_all(folder: Path, schema: TypeAdapter[T]) -> list[T]:
-    """Return what the files of a folder hold, by the numbers in their names; [] if there is no such
-    folder. Leave out files that are torn or break the schema, and log them.
-    """
-    contents = []
-    for path in sorted(
-        folder.glob("*.json"), key=lambda path: [int(n) for n in re.findall(r"\d+", path.stem)]
-    ):
-        try:
-            contents.append(schema.validate_json(path.read_bytes()))
-        except (OSError, ValueError) as error:
-            warn(f"{path}: {_reason(error)}; it is left out")
-    return contents
-
-
 def read_lines(path: Path, schema: TypeAdapter[T]) -> list[T]:
     """Return the objects of a file with one per line; [] if there is no such file. Leave out lines
     that are torn or break the schema, and log the first.
@@ -270,12 +189,12 @@ def read_lines(path: Path, schema: TypeAdapter[T]) -> list[T]:
     try:
         lines = path.read_bytes().splitlines() if path.is_file() else []
     except OSError as error:
-        lines, left_out = [], [_reason(error)]
+        lines, left_out = [], [reason(error)]
     for number, line in enumerate(lines, 1):
         try:
             contents.append(schema.validate_json(line))
         except ValueError as error:
-            left_out.append(f"line {number}: {_reason(error)}")
+            left_out.append(f"line {number}: {reason(error)}")
     if left_out:
         warn(f"{path}, {left_out[0]}; {len(left_out)} of {len(lines)} lines are left out")
     return contents
@@ -287,15 +206,7 @@ def _damage(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise Damaged(f"{path}: {_reason(error)}") from None
-
-
-def _reason(error: Exception) -> str:
-    """Return what is wrong with a file, in one line."""
-    if isinstance(error, ValidationError):
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        return ": ".join(filter(None, [".".join(map(str, first["loc"])), first["msg"]]))
-    return " ".join(str(getattr(error, "strerror", None) or error).split())
+        raise Damaged(f"{path}: {reason(error)}") from None
 
 
 @lru_cache(maxsize=4096)

@@ -14,8 +14,8 @@ from magicdec.measure.intervals import half_width, speedup_wall, t_quantile
 from magicdec.scenarios import Job, compare
 from magicdec.scenarios.stored_units import Stored, Unit, Units
 from magicdec.tracking.reader import load_run
-from magicdec.tracking.run_files import UNIT, read_all
 from magicdec.tracking.store import Run
+from magicdec.tracking.unit_files import UNIT, read_all
 from tests.measure.test_metrics import GENERATION
 from tests.runs import only_run, run_here
 from tests.tracking.sample import CONFIG

@@ -2,8 +2,8 @@
 
 import json
 
-from magicdec.tracking.run_files import by_round
 from magicdec.tracking.store import Run
+from magicdec.tracking.unit_files import by_round
 from magicdec.units import WAYS
 
 CONFIG = {

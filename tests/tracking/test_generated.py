@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from magicdec.commands.show import main
 from magicdec.errors import printable
-from magicdec.tracking.run_files import by_round
+from magicdec.tracking.unit_files import by_round
 from tests.tracking.sample import ROUNDS, SAMPLE, TOKENS
 from tests.tracking.stores import write_run
 
