@@ -69,7 +69,8 @@ def reads(coded: Coded) -> bool:
 
 def codes_call(coded: Coded) -> CodesCall:
     """Return what the kernel needs of a layer's codes."""
-    k, v, layer = coded.k, coded.v, coded.layer
+    k, v = coded.k, coded.v
+    layer = coded.layer
     tensors = (
         k.codes_LBKNC[layer],
         v.codes_LBKNC[layer],

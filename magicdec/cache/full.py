@@ -39,7 +39,8 @@ class FullCache(DraftCache):
     @override
     def share(self, target: KVCache) -> None:
         """Write proposals where verification will write the same tokens' exact entries."""
-        self.k_LBKSD, self.v_LBKSD, self.owns_storage = target.k_LBKSD, target.v_LBKSD, False
+        self.k_LBKSD, self.v_LBKSD = target.k_LBKSD, target.v_LBKSD
+        self.owns_storage = False
 
     @property
     @override

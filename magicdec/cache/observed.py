@@ -23,11 +23,8 @@ class ObservedCache(KVCache):
         super().__init__(
             source.config, source.num_rows, 0, source.k_LBKSD.dtype, source.k_LBKSD.device
         )
-        self.k_LBKSD, self.v_LBKSD, self.seqlens_B = (
-            source.k_LBKSD,
-            source.v_LBKSD,
-            source.seqlens_B,
-        )
+        self.k_LBKSD, self.v_LBKSD = source.k_LBKSD, source.v_LBKSD
+        self.seqlens_B = source.seqlens_B
         self.scores_LBKS = torch.zeros(
             source.k_LBKSD[:num_layers].shape[:4], device=source.k_LBKSD.device
         )

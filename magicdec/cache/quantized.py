@@ -66,7 +66,8 @@ class QuantizedCache(FullCache):
     @override
     def set_up(self) -> None:
         super().set_up()
-        c, settings, device = self.config, self.settings, self.k_LBKSD.device
+        c, settings = self.config, self.settings
+        device = self.k_LBKSD.device
         shape = (c.num_layers, self.num_rows, c.num_kv_heads, self.spec.capacity, c.head_dim)
         self.k_codes = Codes(shape, settings.bits, settings.group_size, TOKENS, device)
         self.v_codes = Codes(shape, settings.bits, settings.group_size, FEATURES, device)

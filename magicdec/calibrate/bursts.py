@@ -47,18 +47,16 @@ def measure_server(url: str, overrides: Sequence[str]) -> Measured:
     """
     data = [] if any(text.startswith("data=") for text in overrides) else ["data=random"]
     plan = resolve(compose(["engine=openai", override("engine.url", url), *data, *overrides]))
-    hardware, device_name, rates = asdict(plan.config.hardware), "", None
+    hardware, rates = asdict(plan.config.hardware), None
+    device_name = ""
     if hardware["name"] in ("auto", CPU) and not (hardware["bandwidth_gbs"] and hardware["tflops"]):
         if not is_loopback(url):
             raise UserError(
                 f"hardware={hardware['name']}: name the server's machine, as in hardware=h200"
             )
         here = this_machine([text for text in overrides if text.startswith("hardware")])
-        hardware, device_name, rates = (
-            asdict(here.config.hardware),
-            here.device_name,
-            rates_of(here),
-        )
+        hardware, rates = asdict(here.config.hardware), rates_of(here)
+        device_name = here.device_name
     dtype = hardware["dtype"] if hardware["dtype"] != "auto" else "bfloat16"
     rows, served = asyncio.run(_time_all(plan, ELEMENT_BYTES[dtype]))
     models = {plan.config.target.name: plan.target.config}
@@ -67,11 +65,8 @@ def measure_server(url: str, overrides: Sequence[str]) -> Measured:
 
 async def _time_all(plan: Plan, element_bytes: float) -> tuple[list[Row], str]:
     """Return the points of a server, and its description."""
-    scenario, batch, target = (
-        plan.config.settings(Serve),
-        plan.config.batch,
-        plan.config.target.name,
-    )
+    scenario, batch = plan.config.settings(Serve), plan.config.batch
+    target = plan.config.target.name
     tokenizer = build.tokenizer(plan)
     contexts = sorted(
         {max(1, round(share * batch.context_len)) for share in scenario.length_shares}

@@ -48,7 +48,8 @@ class Memory:
 
 def memory(setup: Setup, gamma: int, generate_len: int = 0) -> Memory:
     """Return the memory while `generate_len` tokens are generated with proposals of `gamma`."""
-    draft, size, rows = setup.draft, setup.element_bytes, setup.batch
+    draft, rows = setup.draft, setup.batch
+    size = setup.element_bytes
     target, length = setup.target.shared_by(setup.ranks), setup.context + generate_len
     draft_weights = draft_kv = transient = 0.0
     if draft.needs_model or draft.quantization != "none":

@@ -74,7 +74,9 @@ class YieldEstimate:
         for i in range(1, gamma + 1):
             prior = PRIOR_ROWS * before * ratio
             held = min(before, (self._held[i] + prior) / (self._tried[i] + PRIOR_ROWS))
-            total, before, ratio = total + held, held, held / before if before else 0.0
+            ratio = held / before if before else 0.0
+            total += held
+            before = held
         return total
 
     def seconds_per_token(self, seconds: Mapping[int, float]) -> dict[int, float]:

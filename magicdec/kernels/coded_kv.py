@@ -210,12 +210,8 @@ def attend_coded(  # noqa: PLR0915
             tl.load(at_v + HALF, mask=valid[:, None], other=0.0),
         )
         if UPCAST:
-            k1, k2, v1, v2 = (
-                k1.to(tl.float32),
-                k2.to(tl.float32),
-                v1.to(tl.float32),
-                v2.to(tl.float32),
-            )
+            k1, k2 = k1.to(tl.float32), k2.to(tl.float32)
+            v1, v2 = v1.to(tl.float32), v2.to(tl.float32)
         scores = tl.dot(q1, tl.trans(k1), input_precision="ieee")
         scores = tl.dot(q2, tl.trans(k2), scores, input_precision="ieee") * scale
         seen = valid[None, :] & (slot[None, :] <= query[:, None])

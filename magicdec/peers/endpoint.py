@@ -117,7 +117,8 @@ class Endpoint:
     """
 
     def __init__(self, address: Address, tokenizer: Any):
-        self.address, self._tokenizer, self._dialect = address, tokenizer, DIALECTS[0]
+        self.address, self._tokenizer = address, tokenizer
+        self._dialect = DIALECTS[0]
         timeout = openai.Timeout(address.time_limit_s, connect=min(CONNECT_S, address.time_limit_s))
         # A redirect may lead to another host, and a proxy too.
         self._http = openai.DefaultAsyncHttpxClient(

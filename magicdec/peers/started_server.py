@@ -58,11 +58,8 @@ class StartedServer(Servable):
     @override
     async def serving(self, way: str) -> AsyncIterator[Address]:
         assert isinstance(self.spec.engine, StartedEngine)
-        port, name, time_limit_s = (
-            free_port(),
-            f"engine.name={self.name}",
-            self.spec.engine.time_limit_s,
-        )
+        port, time_limit_s = free_port(), self.spec.engine.time_limit_s
+        name = f"engine.name={self.name}"
         starts = type(self)(self._with_free_draft()) if way == FREE else self
         command = await asyncio.to_thread(starts.server, way != WAYS[0], port)
         async with running(name, command, self.environment(), port, time_limit_s):

@@ -58,7 +58,8 @@ def attend(
     from magicdec.kernels import coded_kv  # imports Triton
 
     (B, T, H, D), (K, S) = q_BTHD.shape, k_BKSD.shape[1:3]
-    J, bits, layer = H // K, coded.k.bits, coded.layer
+    J, bits = H // K, coded.k.bits
+    layer = coded.layer
     tile = max(16, power_of_2(J * T))
     arguments: dict[str, Any] = {
         "q": q_BTHD, "k": k_BKSD, "v": v_BKSD, "seqlens": seqlens_B, "first_exact": coded.first_exact_B, "T": T,  # noqa: E501

@@ -94,7 +94,8 @@ class ModulesPass:
         if place is None:
             return
         if self.packing is not None:
-            place, k_BTKD, v_BTKD = self.packing.place(place), k_BTKD[0], v_BTKD[0]
+            place = self.packing.place(place)
+            k_BTKD, v_BTKD = k_BTKD[0], v_BTKD[0]
         dtype = place.k_BKSD.dtype
         place.write(k_BTKD.to(dtype), v_BTKD.to(dtype))
 
