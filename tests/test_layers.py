@@ -74,3 +74,44 @@ def test_no_two_files_have_a_name_that_does_not_say_which():
     names = [path.stem for path in FILES.values() if path.stem not in ("__init__", "base")]
     twins = {name for name in names if names.count(name) > 1}
     assert twins - options == set()
+
+
+def at_once(name, seen):
+    """Return the modules that are imported with a module: not those within functions, or for type
+    checking.
+    """
+    if name not in seen:
+        seen.add(name)
+        body = ast.parse(FILES[name].read_text()).body
+        for node in body:
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("magicdec"):
+                for alias in node.names:
+                    inner = f"{node.module}.{alias.name}"
+                    at_once(inner if inner in FILES else node.module, seen)
+    return seen
+
+
+def test_what_measures_imports_neither_predictions_nor_what_reads_configurations():
+    """The frame of a run does both, before and behind it (magicdec/scenarios/__init__.py)."""
+    imported = at_once("magicdec.scenarios.compare", set())
+    folders = {name.split(".")[1] for name in imported}
+    assert {"engine", "measure", "drafts"} <= folders
+    assert folders & {"peers", "serving", "http", "calibrate"} == set()
+    others = {
+        "config.options",
+        "config.checks",
+        "planning.resolve",
+        "planning.fits",
+        "planning.acceptances",
+        "planning.setup",
+        "models.description",
+        "scenarios.prediction_errors",
+        "tracking.reader",
+        "tracking.store",
+        "tracking.trackers",
+    }
+    others = {f"magicdec.{name}" for name in others}
+    assert others <= FILES.keys()
+    assert imported & others == set()
+    # The arithmetic of acceptance, and nothing that predicts.
+    assert {name for name in imported if "costmodel" in name} == {"magicdec.costmodel.speedup"}
