@@ -330,6 +330,7 @@ def _kernels():
 KERNELS: dict[str, Callable[[Layer], Case]] = {
     **{f"attention, T={tokens}": partial(attention, tokens=tokens) for tokens in (1, 2, 4, 5, 8)},
     "scores, T=5": partial(scores, tokens=5),
+    "scores, T=32": partial(scores, tokens=32),
     "codes, 4 bits": partial(codes, bits=4),
     "codes, 8 bits": partial(codes, bits=8),
     "quest": partial(selection, policy="quest"),

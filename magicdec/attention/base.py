@@ -19,6 +19,10 @@ from torch import Tensor
 from magicdec.attention.codes import Coded
 
 AttentionPlan = TypeVar("AttentionPlan")
+# Tokens that are scored at a time: the most that the C++ kernel takes. More take several times as
+# long on a CPU.
+MAX_SCORED = 32
+SCORES_AT_ONCE = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -104,11 +108,11 @@ class Attention(ABC, Generic[AttentionPlan]):
         """
         return ""
 
-    def scores_at_once(self, dtype: torch.dtype, head_dim: int) -> int:
-        """Return how many scores of a query and a slot a scoring pass may hold, in fp32; fewer mean
-        more passes.
+    def scored_tokens(self, scores_per_token: int, dtype: torch.dtype, head_dim: int) -> int:
+        """Return how many tokens of each row a scoring pass takes at most. A token of all rows has
+        so many scores, in fp32.
         """
-        return 1 << 26
+        return min(MAX_SCORED, max(1, SCORES_AT_ONCE // scores_per_token))
 
     @abstractmethod
     def plan(
@@ -164,6 +168,22 @@ class Attention(ABC, Generic[AttentionPlan]):
         tokens, or those that `counted_BT` (bool) names. The scores that a token adds to all slots
         sum up to J.
         """
+
+    def attend_observed(
+        self,
+        q_BTHD: Tensor,
+        k_BKSD: Tensor,
+        v_BKSD: Tensor,
+        plan: AttentionPlan,
+        scores_BKS: Tensor,
+        counted_BT: Tensor | None = None,
+    ) -> Tensor:
+        """Return attention as `attend_scored` does, and add what each slot received to
+        `scores_BKS`.
+        """
+        out_BTHD, received_BKS = self.attend_scored(q_BTHD, k_BKSD, v_BKSD, plan, counted_BT)
+        scores_BKS[..., : received_BKS.shape[-1]] += received_BKS
+        return out_BTHD
 
     def page_shares(
         self,

@@ -59,9 +59,8 @@ class ObservedCache(KVCache):
         if layer >= len(self.scores_LBKS):
             return super().attend(layer, q_BTHD, attention, plan)
         entries = self.k_LBKSD[layer], self.v_LBKSD[layer]
-        out_BTHD, scores_BKS = attention.attend_scored(q_BTHD, *entries, plan, self.counted_BT)
-        self.scores_LBKS[layer][..., : scores_BKS.shape[-1]] += scores_BKS
-        return out_BTHD
+        scores_BKS = self.scores_LBKS[layer]
+        return attention.attend_observed(q_BTHD, *entries, plan, scores_BKS, self.counted_BT)
 
 
 class ReplayedCache(ObservedCache):

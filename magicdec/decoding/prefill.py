@@ -16,8 +16,6 @@ from magicdec.models.kv_cache import KVCache
 from magicdec.models.taps import Taps
 from magicdec.models.transformer import Transformer
 
-# Scored at a time: the most that the C++ kernel takes; more take several times as long on a CPU.
-MAX_CHUNK = 32
 Advance = Callable[[int], None]  # is called with the number of tokens that are done
 
 
@@ -86,8 +84,8 @@ def score(
     width = min(last, longest)
     start_B1 = (lengths_B1 - width).clamp(min=0)
     per_token = cache.num_rows * model.config.num_heads * cache.capacity
-    at_once = model.attention.scores_at_once(cache.k_LBKSD.dtype, model.config.head_dim)
-    chunk = min(MAX_CHUNK, max(1, at_once // per_token))
+    dtype, head_dim = cache.k_LBKSD.dtype, model.config.head_dim
+    chunk = model.attention.scored_tokens(per_token, dtype, head_dim)
     for done in range(0, width, chunk):
         index_BT = start_B1 + torch.arange(done, min(done + chunk, width), device=start_B1.device)
         view.counted_BT = index_BT < lengths_B1

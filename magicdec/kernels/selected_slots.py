@@ -18,9 +18,7 @@ head, D head dim, P places: slots, or pages of E slots; N selected slots.
 import triton
 import triton.language as tl
 
-from magicdec.kernels.split_kv import weigh
-
-LARGEST = tl.constexpr(60000.0)  # that fp16 holds: powers of two of products
+from magicdec.kernels.split_kv import LARGEST, weigh
 
 
 @triton.jit

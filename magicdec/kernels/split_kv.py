@@ -10,14 +10,15 @@ K and V from memory, the others from the L2 cache. Blocks that all of a tile's q
 attended without masks, in a loop of their own: with masks, issuing the instructions takes longer
 than the matmuls. Lengths are read on the device, so that shapes are static and a pass can be
 captured. Several splits are merged by a second kernel, by their log-sum-exp (in powers of two).
-Scores of slots, where a pass returns them, are written out, 4 R bytes a slot in addition to the 4 D
-of K and V in half precision, and summed by a third kernel.
+Scores of slots, where a pass returns them, are written out in half precision, 2 R bytes a slot in
+addition to the 4 D of K and V, and summed by a third kernel (received_scores.py).
 """
 
 import triton
 import triton.language as tl
 
 INTERPRETED = triton.knobs.runtime.interpret
+LARGEST = tl.constexpr(60000.0)  # that fp16 holds: powers of two of scores
 
 
 @triton.jit
@@ -67,7 +68,7 @@ def attend_split(  # noqa: C901, PLR0912, PLR0915
     out,  # (B, T, H, D), contiguous: of the only split
     partial,  # (B x K, splits, R, D), fp32: of several
     lse,  # (B x K, splits, R), fp32: of several splits, or with scores
-    raw,  # (B x K, R, S), fp32: scores in powers of two, of the slots that a query row sees
+    raw,  # (B x K, R, S): scores in powers of two, of the slots that a query row sees
     sinks,  # (H), fp32: logits in powers of two that take weight and add nothing; None: none
     T,
     S,
@@ -94,6 +95,7 @@ def attend_split(  # noqa: C901, PLR0912, PLR0915
     SELECTED: tl.constexpr,
     SPLIT: tl.constexpr,
     SCORED: tl.constexpr,
+    SUMMED: tl.constexpr,  # the log-sum-exp is written
     UNMASKED: tl.constexpr,  # blocks that all query rows see are attended first, without masks
     UPCAST: tl.constexpr,
 ):
@@ -185,7 +187,11 @@ def attend_split(  # noqa: C901, PLR0912, PLR0915
                     at_raw = (
                         raw + head.to(tl.int64) * (J * T) * S + (r[:, None] * S + slot[None, :])
                     )
-                    tl.store(at_raw, scores * left, mask=seen & (r < J * T)[:, None])
+                    kept = scores * left
+                    if raw.dtype.element_ty == tl.float16:
+                        kept = tl.minimum(kept, LARGEST)
+                    kept = kept.to(raw.dtype.element_ty)
+                    tl.store(at_raw, kept, mask=seen & (r < J * T)[:, None])
                 scores = tl.where(seen, scores, float("-inf"))
             most, total, sums = fold(most, total, sums, scores, left, v_tile)
 
@@ -193,7 +199,7 @@ def attend_split(  # noqa: C901, PLR0912, PLR0915
     mean = sums / total[:, None]
     inside = (r < J * T)[:, None] & (d < D)[None, :]
     at = (head * num_splits + split).to(tl.int64) * (J * T) + r
-    if SPLIT or SCORED:
+    if SUMMED:
         tl.store(lse + at, most + tl.log2(total), mask=r < J * T)
     if SPLIT:
         tl.store(partial + at[:, None] * D + d[None, :], mean, mask=inside)
@@ -217,7 +223,9 @@ def merge_splits(
     PADDED_SPLITS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Merge the splits of ROWS query rows of one KV head of one row."""
+    """Merge the splits of ROWS query rows of one KV head of one row. Write their log-sum-exp over
+    the first split's.
+    """
     head = tl.program_id(0)
     r = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     split, d = tl.arange(0, PADDED_SPLITS), tl.arange(0, PADDED_D)
@@ -234,48 +242,6 @@ def merge_splits(
     at_out = out + out_row(head, r, T, K, J)[:, None] * D + d[None, :]
     exists = (r < J * T)[:, None] & (d < D)[None, :]
     tl.store(at_out, merged.to(out.dtype.element_ty), mask=exists)
-
-
-@triton.jit
-def sum_scores(
-    raw,
-    lse,
-    seqlens,
-    positions,  # (B, K, S), as in attend_split
-    counted,  # (B, T), contiguous: whose attention is summed; None: every token's
-    out,  # (B, K, S), fp32, contiguous
-    T,
-    S,
-    num_splits,
-    reach,  # tokens that one sees, itself included; None: all before it
-    K: tl.constexpr,
-    J: tl.constexpr,
-    PADDED_SPLITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Sum the attention that BLOCK slots of one KV head of one row received from its query rows."""
-    head, split = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED_SPLITS)
-    slot = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    seqlen, position = tl.load(seqlens + head // K), slot
-    if positions is not None:
-        position = tl.load(positions + head * S + slot, mask=slot < S, other=0)
-    sums = tl.zeros([BLOCK], tl.float32)
-    for r in range(J * T):
-        query = seqlen - T + r % T
-        seen = (slot < S) & (slot <= query)
-        if reach is not None:
-            seen &= position > query - reach
-        lses = tl.load(
-            lse + (head * num_splits + split) * (J * T) + r,
-            mask=split < num_splits,
-            other=float("-inf"),
-        )
-        most = tl.max(lses, 0)
-        scores = tl.load(raw + (head * (J * T) + r) * S + slot, mask=seen, other=float("-inf"))
-        weights = tl.exp2(scores - most) / tl.sum(tl.exp2(lses - most), 0)
-        # A row that sees nothing has no maximum to take away.
-        weights = tl.where(seen, weights, 0.0)
-        if counted is not None:
-            weights *= tl.load(counted + head // K * T + r % T)
-        sums += weights
-    tl.store(out + head * S + slot, sums, mask=slot < S)
+    tl.debug_barrier()  # all are read
+    at_lse = lse + head.to(tl.int64) * num_splits * (J * T) + r
+    tl.store(at_lse, most + tl.log2(tl.where(total > 0, total, 1.0)), mask=r < J * T)

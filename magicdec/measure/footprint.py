@@ -21,7 +21,6 @@ from typing_extensions import override
 
 from magicdec.attention.base import Shape
 from magicdec.attention.sdpa import SdpaAttention, SdpaPlan
-from magicdec.decoding.prefill import MAX_CHUNK
 from magicdec.engine.native import NativeEngine
 from magicdec.engine.output_audit import chunk_len, score_tokens
 from magicdec.engine.prompt_audit import rehearse
@@ -67,7 +66,10 @@ def footprint(
     ]
     for model in models:
         model.keep_layers(LAYERS)
-    prompt = [0] * min(context_len, max(engine.prefill_chunk, MAX_CHUNK))
+    scored = [
+        model.attention.scored_tokens(1, model.dtype, model.config.head_dim) for model in models
+    ]
+    prompt = [0] * min(context_len, max(engine.prefill_chunk, *scored))
     new_tokens = engine.batch.generate_len
     group = replace(engine.batch, generate_len=new_tokens + context_len - len(prompt))
     with _FusedAttention(), Allocations(weights) as allocations:

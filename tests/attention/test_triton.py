@@ -9,8 +9,8 @@ import torch
 triton = pytest.importorskip("triton", reason="needs Triton (Linux only)")
 
 from magicdec.attention.cuda import triton as ours  # noqa: E402
-from magicdec.attention.cuda import triton_codes, triton_grid  # noqa: E402
-from magicdec.kernels import coded_kv, split_kv  # noqa: E402
+from magicdec.attention.cuda import triton_codes, triton_grid, triton_scores  # noqa: E402
+from magicdec.kernels import coded_kv, received_scores, split_kv  # noqa: E402
 from tests.attention import twins  # noqa: E402
 from tests.gpu_rehearsal.compile import GPUS, build  # noqa: E402
 from tests.gpu_rehearsal.fake import fake_cuda  # noqa: E402
@@ -36,7 +36,7 @@ def attend_compiled(capability, dtype, dim, group, num_new, kind):
     types |= {
         "partial": "*fp32",
         "lse": "*fp32",
-        "raw": "*fp32",
+        "raw": "*fp32" if dtype == "fp32" else "*fp16",
         "indices": "*i64",
         "positions": "*i32",
     }
@@ -192,12 +192,14 @@ def test_merging_compiled(capability, dim, splits):
 @pytest.mark.parametrize("some", [True, False])
 def test_summing_compiled(capability, some):
     """Nothing spilled."""
-    types = {"raw": "*fp32", "lse": "*fp32", "seqlens": "*i32", "counted": "*u8", "out": "*fp32"}
+    types = {"raw": "*fp16", "lse": "*fp32", "seqlens": "*i32", "counted": "*u8", "out": "*fp32"}
     types |= {"positions": "*i32"}
-    constants = {"K": 8, "J": 4, "PADDED_SPLITS": triton_grid.MAX_SPLITS, "BLOCK": ours.SUMMED}
+    constants = {"K": 8, "J": 4, "BLOCK": triton_scores.SUMMED, "ADDED": some}
     constants |= {} if some else {"counted": None, "positions": None}
     assert (
-        build(split_kv.sum_scores, capability, types, constants, {"enable_fp_fusion": True}).spilled
+        build(
+            received_scores.sum_scores, capability, types, constants, {"enable_fp_fusion": True}
+        ).spilled
         == 0
     )
 
@@ -214,9 +216,10 @@ def test_on_a_gpu(num_new, group, dtype, tolerance):
             out.float(), twins.expected(*arguments), atol=tolerance, rtol=tolerance
         )
         if num_new <= 64:
+            # Written in half precision, or multiplied again.
             scores = twins.attend_scored(ours.TritonAttention(), *arguments)[1]
             torch.testing.assert_close(
-                scores, twins.expected_scored(*arguments)[1], atol=1e-3, rtol=1e-3
+                scores, twins.expected_scored(*arguments)[1], atol=2e-3, rtol=2e-2
             )
 
 

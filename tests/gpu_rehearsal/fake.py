@@ -225,6 +225,9 @@ def _traffic(name: str, arguments: dict[str, Any]) -> tuple[int, int]:
     """
     if name == "merge_splits":
         return _bytes(arguments["partial"]) + _bytes(arguments["lse"]), _bytes(arguments["out"])
+    if name == "score_keys":
+        read = sum(_bytes(arguments[key]) for key in ("q", "k", "lse"))
+        return read, _bytes(arguments["out"])
     if name == "sum_scores":
         return _bytes(arguments["raw"]) + _bytes(arguments["lse"]), _bytes(arguments["out"])
     if written := {"weigh_places": ("raw", "lse"), "select_places": ("out",)}.get(name):
@@ -291,12 +294,19 @@ def fake_cuda(capability: int | None = None) -> Iterator[Recording]:
     """
     lend_guard()
     from magicdec.attention.cuda import triton_grid as grid
-    from magicdec.kernels import coded_kv, selected_slots, split_kv, triton_sampling
+    from magicdec.kernels import (
+        coded_kv,
+        received_scores,
+        selected_slots,
+        split_kv,
+        triton_sampling,
+    )
     from magicdec.models import code_matmul
 
     recording, card = Recording(), GPUS[capability or 90]
     launched = (
-        (split_kv, ("attend_split", "merge_splits", "sum_scores")),
+        (split_kv, ("attend_split", "merge_splits")),
+        (received_scores, ("sum_scores", "score_keys")),
         (coded_kv, ("attend_coded",)),
         (selected_slots, ("weigh_places", "select_places")),
         (triton_sampling, ("collect", "find_cut", "write", "draw_numbers")),

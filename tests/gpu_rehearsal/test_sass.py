@@ -7,8 +7,12 @@ import re
 import pytest
 import torch
 
+from magicdec.attention.base import Shape
 from magicdec.attention.cuda import triton_codes
+from magicdec.attention.cuda.triton import TritonAttention
 from tests.attention.test_triton import attend_compiled, coded_compiled
+from tests.gpu_rehearsal.compile import compiled
+from tests.gpu_rehearsal.fake import fake_cuda
 from tests.gpu_rehearsal.sass import BYTES_A_CYCLE, cycles, disassembled, loops
 
 HEAD_DIM, BYTES = 128, 2
@@ -52,6 +56,43 @@ def test_codes_are_decoded_where_they_are_multiplied(bits):
     block = triton_codes.block(torch.bfloat16, 16, HEAD_DIM, 32)
     exact = 2 * block * HEAD_DIM * BYTES / BYTES_A_CYCLE[90]
     assert cycles(made, [inner]) <= 0.3 * exact
+
+
+def observed(num_new):
+    """Return what a pass launches whose attention is observed."""
+    with fake_cuda(90) as recording, recording.of() as seen:
+        q = torch.empty(8, num_new, 32, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
+        k = torch.empty(8, 8, 32768, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
+        lengths_B = torch.empty(8, dtype=torch.int32, device="cuda")
+        attention = TritonAttention()
+        plan = attention.plan(lengths_B, Shape(num_new, k.shape[2], 4, q.dtype), None)
+        scores_BKS = torch.empty(k.shape[:3], device="cuda")
+        attention.attend_observed(q, k, k, plan, scores_BKS)
+    return seen
+
+
+def test_a_verification_writes_its_scores_in_half_precision_and_adds_them_in_place():
+    seen = observed(5)
+    *_, last = seen.launches
+    assert [op.name for op in seen.ops][-1] == "triton:sum_scores"
+    assert last.arguments["raw"].dtype == torch.float16
+    assert last.arguments["raw"].shape == (64, 20, 32768)
+    assert last.arguments["ADDED"]
+
+
+def test_many_queries_are_scored_from_keys_alone():
+    """No score is written, and instructions are issued in the time in which an H100 reads keys."""
+    seen = observed(32)
+    *others, last = seen.launches
+    assert last.name == "score_keys"
+    assert all(launch.arguments.get("raw") is None for launch in others)
+    made, sizes = compiled(last, 90), last.arguments
+    assert made.spilled == 0
+    _, heads, tokens = parts = loops(made)
+    turns = [1, sizes["J"], sizes["J"] * sizes["T"] / sizes["TILE"]]
+    assert heads["HGMMA"] == 0 < tokens["HGMMA"]
+    reading = sizes["BLOCK"] * HEAD_DIM * BYTES / BYTES_A_CYCLE[90]
+    assert cycles(made, parts, turns) <= reading
 
 
 def test_three_verifications_run_on_a_multiprocessor_of_an_h100():

@@ -14,8 +14,9 @@ from magicdec.attention.base import PageBounds
 from magicdec.attention.codes import Coded
 from magicdec.attention.cuda import triton_codes as codes
 from magicdec.attention.cuda import triton_grid as grid
+from magicdec.attention.cuda import triton_scores as scores
 from magicdec.attention.cuda import triton_selection as selection
-from magicdec.attention.cuda.triton_grid import ceil_div, kernels, power_of_2
+from magicdec.attention.cuda.triton_grid import LOG2_E, ceil_div, kernels, power_of_2
 from magicdec.attention.sdpa_fallback import (
     KernelAttention,
     KernelPlan,
@@ -28,9 +29,8 @@ from magicdec.kernels.toolchain import triton_obstacle
 
 HEAD_DIMS = (64, 80, 96, 128)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MAX_SCORED = 256  # tokens of each row
 MIN_TILE, MAX_TILE = 16, 128  # query rows of a program: what tensor cores take, what registers hold
-SUMMED = 512  # slots of a program that sums scores
-LOG2_E = 1.4426950408889634
 
 
 @BACKENDS.register(Backend("triton", "cuda", priority=2))
@@ -55,9 +55,9 @@ class TritonAttention(KernelAttention):
         return None
 
     @override
-    def scores_at_once(self, dtype: torch.dtype, head_dim: int) -> int:
-        """Allow 2 GiB: with long contexts each pass reads a cache of many times that."""
-        return 1 << 29
+    def scored_tokens(self, scores_per_token: int, dtype: torch.dtype, head_dim: int) -> int:
+        """Allow many: beyond some, no scores are written (triton_scores.py)."""
+        return MAX_SCORED
 
     @override
     def decode(
@@ -79,30 +79,41 @@ class TritonAttention(KernelAttention):
         plan: KernelPlan,
         counted_BT: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        (B, T, H, _), (K, S) = q_BTHD.shape, k_BKSD.shape[1:3]
-        raw = torch.empty((B * K, H // K * T, S), dtype=torch.float32, device=q_BTHD.device)
-        scores_BKS = torch.empty((B, K, S), dtype=torch.float32, device=q_BTHD.device)
-        out_BTHD, lse = self._attend(q_BTHD, k_BKSD, v_BKSD, plan, None, raw)
+        scores_BKS = torch.empty(k_BKSD.shape[:3], dtype=torch.float32, device=q_BTHD.device)
+        return self._observe(q_BTHD, k_BKSD, v_BKSD, plan, counted_BT, scores_BKS), scores_BKS
+
+    @override
+    def attend_observed(
+        self,
+        q_BTHD: Tensor,
+        k_BKSD: Tensor,
+        v_BKSD: Tensor,
+        plan: KernelPlan,
+        scores_BKS: Tensor,
+        counted_BT: Tensor | None = None,
+    ) -> Tensor:
+        q, k, v = map(with_dense_entries, (q_BTHD, k_BKSD, v_BKSD))
+        counted_BT = counted_BT if counted_BT is None else counted_BT.contiguous()
+        return self._observe(q, k, v, plan, counted_BT, scores_BKS, added=True)
+
+    def _observe(
+        self,
+        q_BTHD: Tensor,
+        k_BKSD: Tensor,
+        v_BKSD: Tensor,
+        plan: KernelPlan,
+        counted_BT: Tensor | None,
+        scores_BKS: Tensor,
+        added: bool = False,
+    ) -> Tensor:
+        """Attend, and write what each slot received, or add it."""
+        raw = scores.allocate(q_BTHD, k_BKSD)
+        out_BTHD, lse = self._attend(q_BTHD, k_BKSD, v_BKSD, plan, None, raw, summed=True)
         if not q_BTHD.is_meta:
-            splits = lse.shape[1]
-            kernels().sum_scores[(B * K, ceil_div(S, SUMMED))](
-                raw,
-                lse,
-                plan.seqlens_B,
-                plan.positions_BKS,
-                None if counted_BT is None else counted_BT.view(torch.uint8),
-                scores_BKS,
-                T,
-                S,
-                splits,
-                plan.window,
-                K=K,
-                J=H // K,
-                PADDED_SPLITS=power_of_2(splits),
-                BLOCK=SUMMED,
-                enable_fp_fusion=True,
-            )
-        return out_BTHD, scores_BKS
+            softcap = self.weighting.softcap
+            given = scores.Observation(q_BTHD, k_BKSD, plan, counted_BT, softcap)
+            scores.receive(given, raw, lse, scores_BKS, added)
+        return out_BTHD
 
     @override
     def attend_coded(
@@ -149,9 +160,10 @@ class TritonAttention(KernelAttention):
         plan: KernelPlan,
         indices_BKN: Tensor | None,
         raw: Tensor | None,
+        summed: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Return the output, and the log-sum-exp of each split; write scores to `raw` where it is
-        given.
+        """Return the output, and the log-sum-exp of each split if there are several or they are to
+        be `summed`; write scores to `raw` where it is given.
         """
         (B, T, H, D), (K, S) = q_BTHD.shape, k_BKSD.shape[1:3]
         J, positions = H // K, plan.positions_BKS
@@ -192,6 +204,7 @@ class TritonAttention(KernelAttention):
         parts = grid.allocate(q_BTHD, K, splits)
         if not q_BTHD.is_meta:  # a memory estimate counts these allocations alone
             arguments |= {**parts.arguments, **constants, "SPLIT": splits > 1}
+            arguments["SUMMED"] = splits > 1 or summed
             kernels().attend_split[tiles, splits, B * K](**arguments, **options)
             grid.merge(parts, K)
         return parts.out_BTHD, parts.lse
@@ -268,6 +281,7 @@ class Variant:
             "SELECTED": self.selected,
             "SPLIT": split,
             "SCORED": self.scored,
+            "SUMMED": split or self.scored,
             "UNMASKED": (
                 self.query_rows > MAX_TILE and not (self.selected or self.scored or self.positioned)
             ),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from magicdec.attention.codes import Coded
 from magicdec.attention.cuda import triton_grid as grid
-from magicdec.attention.cuda.triton_grid import ceil_div, kernels, power_of_2
+from magicdec.attention.cuda.triton_grid import LOG2_E, ceil_div, kernels, power_of_2
 from magicdec.attention.sdpa_fallback import KernelPlan
 
 HEAD_DIMS: Final = (64, 128)
@@ -63,7 +63,7 @@ def attend(
     tile = max(16, power_of_2(J * T))
     arguments: dict[str, Any] = {
         "q": q_BTHD, "k": k_BKSD, "v": v_BKSD, "seqlens": seqlens_B, "first_exact": coded.first_exact_B, "T": T,  # noqa: E501
-        "num_tiles": coded.k.codes_LBKNC.shape[3], "scale": D**-0.5 * 1.4426950408889634,
+        "num_tiles": coded.k.codes_LBKNC.shape[3], "scale": D**-0.5 * LOG2_E,
     }  # fmt: skip
     for name, codes in (("k", coded.k), ("v", coded.v)):
         arguments[f"{name}_codes"] = codes.codes_LBKNC[layer]

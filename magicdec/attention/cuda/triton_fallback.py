@@ -25,9 +25,9 @@ class LibraryAttention(KernelAttention):
         return TritonAttention().weighted(self.weighting)
 
     @override
-    def scores_at_once(self, dtype: torch.dtype, head_dim: int) -> int:
+    def scored_tokens(self, scores_per_token: int, dtype: torch.dtype, head_dim: int) -> int:
         other = self._triton_for(torch.device("cuda"), dtype, head_dim) or self._sdpa
-        return other.scores_at_once(dtype, head_dim)
+        return other.scored_tokens(scores_per_token, dtype, head_dim)
 
     @abstractmethod
     def read_all(self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: KernelPlan) -> Tensor:
@@ -74,6 +74,20 @@ class LibraryAttention(KernelAttention):
         if other := self._triton_for(q_BTHD.device, q_BTHD.dtype, q_BTHD.shape[-1]):
             return other.decode_scored(q_BTHD, k_BKSD, v_BKSD, plan, counted_BT)
         return super().decode_scored(q_BTHD, k_BKSD, v_BKSD, plan, counted_BT)
+
+    @override
+    def attend_observed(
+        self,
+        q_BTHD: Tensor,
+        k_BKSD: Tensor,
+        v_BKSD: Tensor,
+        plan: KernelPlan,
+        scores_BKS: Tensor,
+        counted_BT: Tensor | None = None,
+    ) -> Tensor:
+        if other := self._triton_for(q_BTHD.device, q_BTHD.dtype, q_BTHD.shape[-1]):
+            return other.attend_observed(q_BTHD, k_BKSD, v_BKSD, plan, scores_BKS, counted_BT)
+        return super().attend_observed(q_BTHD, k_BKSD, v_BKSD, plan, scores_BKS, counted_BT)
 
     @override
     def select_largest(self, scores: Tensor, first: Tensor, last: Tensor, count: int) -> Tensor:

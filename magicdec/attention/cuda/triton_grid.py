@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+LOG2_E = 1.4426950408889634
 MIN_SPLIT = 128  # slots
 MAX_SPLITS = 64
 MAX_WAVES = 4  # of programs that are made by splitting: partial results take memory

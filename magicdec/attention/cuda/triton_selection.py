@@ -10,7 +10,7 @@ from torch import Tensor
 
 from magicdec.attention.base import PageBounds
 from magicdec.attention.cuda import triton_grid as grid
-from magicdec.attention.cuda.triton_grid import ceil_div, kernels, power_of_2
+from magicdec.attention.cuda.triton_grid import LOG2_E, ceil_div, kernels, power_of_2
 from magicdec.attention.sdpa_fallback import KernelPlan
 
 BLOCK: Final = 64  # places that are weighed at a time
@@ -87,7 +87,7 @@ def _weigh(
     raw = q_BTHD.new_empty((B * K, J * T, P), dtype=torch.float16 if half else torch.float32)
     arguments: dict[str, Any] = {
         "q": q_BTHD, "keys": keys_BKPD, "least": least_BKPD, "first": first_B, "end": end_B, "raw": raw,  # noqa: E501
-        "T": T, "P": P, "reach": reach, "scale": D**-0.5 * 1.4426950408889634,
+        "T": T, "P": P, "reach": reach, "scale": D**-0.5 * LOG2_E,
     }  # fmt: skip
     arguments |= zip(("q_row", "q_token", "q_head"), q_BTHD.stride(), strict=False)
     arguments |= zip(("k_row", "k_head", "k_slot"), keys_BKPD.stride(), strict=False)

@@ -1,0 +1,129 @@
+"""The attention that slots received, in Triton: summed over query rows whose log-sum-exp is known.
+
+`sum_scores` reads scores that attention has written, 2 R bytes a slot in half precision.
+`score_keys` multiplies again, and reads keys alone: less than that where query rows are many.
+
+B rows, T new tokens, H query heads over K KV heads, J = H / K, R = J x T query rows that share a KV
+head, S slots, D head dim.
+"""
+
+import triton
+import triton.language as tl
+
+from magicdec.kernels.split_kv import capped
+
+
+@triton.jit(do_not_specialize=["num_splits", "reach"])
+def score_keys(
+    q,
+    k,
+    lse,  # (B x K, splits, R), fp32: the first split's, over all of them
+    seqlens,
+    positions,  # (B, K, S), as in attend_split
+    counted,  # (B, T), contiguous: whose attention is summed; None: every token's
+    out,  # (B, K, S), fp32, contiguous
+    T,
+    S,
+    num_splits,
+    reach,  # tokens that one sees, itself included; None: all before it
+    scale,  # of the scores, for powers of two
+    softcap,  # that scores approach, in powers of two; None: none
+    q_row,
+    q_token,
+    q_head,
+    k_row,
+    k_head,
+    k_slot,
+    K: tl.constexpr,
+    J: tl.constexpr,
+    D: tl.constexpr,
+    PADDED_D: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ADDED: tl.constexpr,  # to what `out` holds
+    UPCAST: tl.constexpr,
+):
+    """Sum what BLOCK slots of one KV head of one row receive, a tile of tokens at a time."""
+    head = tl.program_id(1).to(tl.int64)
+    b, kv = head // K, head % K
+    slot, d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, PADDED_D)
+    seqlen, position = tl.load(seqlens + b), slot
+    if positions is not None:
+        position = tl.load(positions + head * S + slot, mask=slot < S, other=0)
+    valid = slot < seqlen
+    k += b * k_row + kv * k_head
+    at_k = k + slot.to(tl.int64)[:, None] * k_slot + d[None, :]
+    k_tile = tl.load(at_k, valid[:, None] & (d < D)[None, :], 0.0)
+    if UPCAST:
+        k_tile = k_tile.to(tl.float32)
+    q += b * q_row + kv * J * q_head + d[None, :]
+    lse += head * num_splits * (J * T)
+    sums = tl.zeros([BLOCK], tl.float32)
+    # Query heads one after another: rows need no division by T.
+    last = tl.where(tl.program_id(0) * BLOCK < seqlen, J, 0)
+    for j in range(last):
+        for first in range(0, T, TILE):
+            t = first + tl.arange(0, TILE)
+            inside = (t < T)[:, None] & (d < D)[None, :]
+            q_tile = tl.load(q + t[:, None] * q_token, inside, 0.0)
+            if UPCAST:
+                q_tile = q_tile.to(tl.float32)
+            scores = tl.dot(k_tile, tl.trans(q_tile), input_precision="ieee")
+            scores *= scale
+            if softcap is not None:
+                scores = capped(scores, softcap)
+            total = tl.load(lse + j * T + t, t < T, float("inf"))
+            if counted is not None:
+                takes = tl.load(counted + b * T + t, t < T, 0) != 0
+                total = tl.where(takes, total, float("inf"))
+            query = seqlen - T + t
+            seen = slot[:, None] <= query[None, :]
+            if reach is not None:
+                seen &= position[:, None] > query[None, :] - reach
+            sums += tl.sum(tl.where(seen, tl.exp2(scores - total[None, :]), 0.0), 1)
+        q += q_head
+    if ADDED:
+        sums += tl.load(out + head * S + slot, slot < S, 0.0)
+    tl.store(out + head * S + slot, sums, mask=slot < S)
+
+
+@triton.jit
+def sum_scores(
+    raw,  # (B x K, R, S), as in attend_split
+    lse,  # (B x K, splits, R), fp32: the first split's, over all of them
+    seqlens,
+    positions,  # (B, K, S), as in attend_split
+    counted,  # (B, T), contiguous: whose attention is summed; None: every token's
+    out,  # (B, K, S), fp32, contiguous
+    T,
+    S,
+    num_splits,
+    reach,  # tokens that one sees, itself included; None: all before it
+    K: tl.constexpr,
+    J: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ADDED: tl.constexpr,  # to what `out` holds
+):
+    """Sum the attention that BLOCK slots of one KV head of one row received from its query rows."""
+    head = tl.program_id(0).to(tl.int64)
+    slot = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    seqlen, position = tl.load(seqlens + head // K), slot
+    if positions is not None:
+        position = tl.load(positions + head * S + slot, mask=slot < S, other=0)
+    sums = tl.zeros([BLOCK], tl.float32)
+    for r in range(J * T):
+        query = seqlen - T + r % T
+        seen = (slot < S) & (slot <= query)
+        if reach is not None:
+            seen &= position > query - reach
+        total = tl.load(lse + head * num_splits * (J * T) + r)
+        at_raw = raw + (head * (J * T) + r) * S + slot
+        scores = tl.load(at_raw, mask=seen, other=float("-inf")).to(tl.float32)
+        # A row that sees nothing has no sum.
+        weights = tl.where(seen, tl.exp2(scores - total), 0.0)
+        if counted is not None:
+            weights *= tl.load(counted + head // K * T + r % T)
+        sums += weights
+    if ADDED:
+        sums += tl.load(out + head * S + slot, slot < S, 0.0)
+    tl.store(out + head * S + slot, sums, mask=slot < S)
