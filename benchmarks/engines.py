@@ -119,7 +119,8 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for target in dict.fromkeys(row["target"] for row in rows):
         by_point = ratios(rows, target)
         for step in STEPS:
-            of_step = [ratio for key, ratio in by_point.items() if key[0] == step]
+            # On a busy machine a short draft step may come out below 0.
+            of_step = [ratio for key, ratio in by_point.items() if key[0] == step and ratio > 0]
             if len(of_step) < 2:
                 continue
             logs = np.log(of_step)

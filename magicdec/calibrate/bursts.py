@@ -22,6 +22,8 @@ from magicdec.peers.steady import MIN_ROUNDS, steady
 from magicdec.planning import build
 from magicdec.planning.resolve import resolve
 from magicdec.planning.resolved import Plan
+from magicdec.scenarios.diagnosed import diagnosis_of, setup_of_profile
+from magicdec.scenarios.outside import Bursts, prepare
 from magicdec.scenarios.peer import load
 from magicdec.serving.request import Params
 from magicdec.tracking.progress import progress
@@ -42,8 +44,9 @@ def measure_server(url: str, overrides: Sequence[str]) -> Measured:
     """Time the server at an address at scenario.concurrencies x scenario.length_shares of
     batch.context_len.
 
-    Raise UserError for what engine=openai refuses, for a server that speculates, and for a machine
-    without a datasheet.
+    A server that speculates needs one that does not (engine.baseline_url), which is timed; then
+    both are profiled from outside and diagnosed. Raise UserError for what engine=openai refuses,
+    for a server that speculates alone, and for a machine without a datasheet.
     """
     data = [] if any(text.startswith("data=") for text in overrides) else ["data=random"]
     plan = resolve(compose(["engine=openai", override("engine.url", url), *data, *overrides]))
@@ -60,7 +63,35 @@ def measure_server(url: str, overrides: Sequence[str]) -> Measured:
     dtype = hardware["dtype"] if hardware["dtype"] != "auto" else "bfloat16"
     rows, served = asyncio.run(_time_all(plan, ELEMENT_BYTES[dtype]))
     models = {plan.config.target.name: plan.target.config}
-    return measured(rows, models, hardware, served, device_name, rates, is_served=True)
+    timed = measured(rows, models, hardware, served, device_name, rates, is_served=True)
+    if getattr(plan.config.engine, "baseline_url", None) is None:
+        return timed
+    given = ["engine=openai", "scenario=profile", override("engine.url", url), *data, *overrides]
+    return timed._replace(diagnosis=_diagnosis(given, plan))
+
+
+def _diagnosis(given: Sequence[str], plan: Plan) -> str:
+    """Profile a server that speculates from outside, at the points of a plan for scenario=serve.
+    Return the sentence.
+    """
+    users = sorted(set(plan.config.settings(Serve).concurrencies))
+    grid = [
+        override("scenario.batch_sizes", users),
+        override("scenario.context_lens", _contexts(plan)),
+    ]
+    profile = prepare(compose([*given, *grid]))
+    setup = setup_of_profile(profile)
+    with progress() as bars:
+        work = Bursts(profile, None, bars, build.tokenizer(profile))
+        asyncio.run(work.measure_all())
+    diagnosis = diagnosis_of(work.history, setup, profile, knows_draft=False) if setup else None
+    return diagnosis.sentence if diagnosis else "nothing: no round of speculation was timed"
+
+
+def _contexts(plan: Plan) -> list[int]:
+    """Return the lengths of prompts, in order."""
+    shares, longest = plan.config.settings(Serve).length_shares, plan.config.batch.context_len
+    return sorted({max(1, round(share * longest)) for share in shares})
 
 
 async def _time_all(plan: Plan, element_bytes: float) -> tuple[list[Row], str]:
@@ -68,10 +99,7 @@ async def _time_all(plan: Plan, element_bytes: float) -> tuple[list[Row], str]:
     scenario, batch = plan.config.settings(Serve), plan.config.batch
     target = plan.config.target.name
     tokenizer = build.tokenizer(plan)
-    contexts = sorted(
-        {max(1, round(share * batch.context_len)) for share in scenario.length_shares}
-    )
-    points = list(product(sorted(set(scenario.concurrencies)), contexts))
+    points = list(product(sorted(set(scenario.concurrencies)), _contexts(plan)))
     # No server has seen any of them before.
     number = 1 + REPEATS * (1 + sum(users for users, _ in points))
     prompts = iter(build.prompts(plan, tokenizer, number, batch.context_len).tokens)
@@ -84,7 +112,8 @@ async def _time_all(plan: Plan, element_bytes: float) -> tuple[list[Row], str]:
         params = Params(batch.generate_len, Sampling.of(plan.config.sampling, 0))
         if await endpoint.learn(next(prompts), params):
             raise UserError(
-                f"{address.name}: the server speculates; a calibration needs one that does not"
+                f"{address.name}: the server speculates; a calibration needs one that does not, as"
+                " in engine.baseline_url=http://127.0.0.1:8001/v1"
             )
         with progress() as bars, bars.task("timing the server", total=len(points)) as task:
             short = await _time(

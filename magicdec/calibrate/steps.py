@@ -64,6 +64,7 @@ class Measured(NamedTuple):
     source: str  # what was measured, in words
     values: dict[str, Any]  # of the group hardware
     is_served: bool = False  # measured by requests to an engine
+    diagnosis: str = ""  # of a server that speculates
 
 
 def measured(

@@ -138,6 +138,8 @@ def write(path: Path, measured: Measured) -> None:
             f"cannot write {shown(path)}: {error.strerror}; run it in a folder of your own"
         ) from error
     console.print(f"{shown(path)}: predictions take it with hardware={path.stem}", soft_wrap=True)
+    if measured.diagnosis:
+        console.print(f"diagnosis: {measured.diagnosis}", soft_wrap=True)
 
 
 def _fit(measured: Measured, rows: Sequence[Row]) -> Calibration:

@@ -36,6 +36,7 @@ PAYS, ACCEPTANCE, VERIFICATION, DRAFTING, SCHEDULING, UNKNOWN = (
 # The most that each part of a pass may be: an engine that needs longer for its FLOPs does not lack
 # them.
 SLOWEST = 4.0
+FEWEST = 8  # cells with T_V from which a fit can tell verification from scheduling
 MOST = (inf, inf, SLOWEST, inf, inf)
 CAUSES = (VERIFICATION, DRAFTING, SCHEDULING, ACCEPTANCE)
 
@@ -192,16 +193,27 @@ def diagnose(
     limit = thresholds or Thresholds()
     engine = fit_engine(cells)
     losses = sorted(_losses(cells, tokens, engine), key=lambda one: -one.gain_rps)
+    noise = limit.residuals * engine.residual
     named = tuple(
-        one.cause
-        for one in losses
-        if one.share >= max(getattr(limit, one.cause), limit.residuals * engine.residual)
+        loss.cause
+        for loss in losses
+        if loss.share >= max(getattr(limit, loss.cause), noise) and _is_fitted(loss.cause, cells)
     )
     paying = tuple(cell for cell in cells if cell.speedup > 1)
     ratios = [cell.speedup / engine.speedup(cell) for cell in cells]
     missing = 1 - exp(fmean(map(log, ratios)))
     cause, sentence = _judged(cells, losses, named, engine, missing, limit.unknown)
     return Diagnosis(cause, sentence, tuple(losses), named, missing, paying, tuple(cells), engine)
+
+
+def _is_fitted(cause: str, cells: Sequence[CellSteps]) -> bool:
+    """Return whether there are enough cells to tell a cause: what grows is told from what does not
+    by a fit, which a few cells always satisfy.
+    """
+    if cause not in (VERIFICATION, SCHEDULING):
+        return True
+    verified = sum(cell.verify_s is not None for cell in cells)
+    return verified >= FEWEST or any(cell.wait_s for cell in cells)
 
 
 def fit_engine(cells: Sequence[CellSteps]) -> Engine:
@@ -310,6 +322,8 @@ def _judged(
         said = f"pays {missing:.0%} less than predicted, reason unknown"
         if all(cell.verify_s is None for cell in cells):
             said += " (T_V and T_D cannot be told apart)"
+        elif len(cells) < FEWEST:
+            said += f" (at least {FEWEST} cells can tell it)"
         return UNKNOWN, f"{said}; {where}"
     if paying:
         return PAYS, f"{where[0].upper()}{where[1:]}".replace("It pays", "pays", 1)

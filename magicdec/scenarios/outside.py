@@ -120,7 +120,7 @@ class Bursts:
     """The bursts of a run so far."""
 
     plan: Plan
-    run: Run
+    run: Run | None  # in whose folder they are kept
     progress: Progress
     tokenizer: object | None
     served: str = ""
@@ -179,7 +179,8 @@ class Bursts:
             else:
                 gamma = _gamma(server, burst, engine.has_any_gamma) if way != AUTOREGRESSIVE else 0
                 self.by_point[MeasuredPoint(way, gamma, batch, context)] = burst
-                self.run.write_lines("history", self.history)
+                if self.run is not None:
+                    self.run.write_lines("history", self.history)
             advance(1)
 
     def _alpha(self, gamma: int) -> float:

@@ -80,6 +80,16 @@ def test_a_key_comes_from_the_environment(monkeypatch):
     assert {body["key"] for body in server.asked} == {"Bearer very-secret-key"}
 
 
+def test_a_server_that_speculates_is_calibrated_by_its_baseline_and_diagnosed(capsys):
+    slow = {"per_chunk": 3, "metrics": "vllm", "chunk_s": 0.02}
+    with standing_in(per_chunk=1, chunk_s=0.01) as (_, plain), standing_in(**slow) as (_, url):
+        baseline = f"engine.baseline_url={plain}"
+        keys = [*NAMED, *GRID, baseline, "batch.generate_len=30"]
+        timed = measure_server(url, keys)
+    assert all(9 < row.autoregressive_ms < 40 for row in timed.rows), "of the baseline"
+    assert "it pays in" in timed.diagnosis or timed.diagnosis.startswith("pays in")
+
+
 @pytest.mark.parametrize(
     ("behaviour", "overrides", "said"),
     [

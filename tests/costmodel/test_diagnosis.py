@@ -124,6 +124,16 @@ def test_a_loss_that_no_cause_explains_has_no_reason():
     assert "33% less than predicted, reason unknown (T_V and T_D cannot" in found.sentence
 
 
+def test_few_cells_cannot_tell_verification_from_scheduling():
+    """A fit of a few cells explains anything."""
+    for cause in (VERIFICATION, SCHEDULING):
+        found = diagnose(FAULTS[cause](HEALTHY)[:4], TOKENS)
+        assert found.named == ()
+        assert found.cause in (UNKNOWN, PAYS, ACCEPTANCE)
+    cells = FAULTS[SCHEDULING](HEALTHY)[:4]
+    assert "at least 8 cells can tell it" in diagnose(cells, TOKENS).sentence
+
+
 def test_rounds_that_wait_under_load_are_scheduling():
     cells = [replace(c, wait_s=c.round_s) for c in HEALTHY]
     found = diagnose(cells, TOKENS)
