@@ -26,6 +26,7 @@ from magicdec.peers.process import StartedEngine
 from magicdec.units import FREE, WAYS
 
 SUPERVISOR = Path(__file__).with_name("supervisor.py")
+SHORT_NGRAM = 2  # of the draft that costs nothing: the text has one in almost every round
 POLL_S, END_S = 0.2, 10.0
 # Not by the proxies of the environment.
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -68,7 +69,11 @@ class StartedServer(Servable):
 
     def _with_free_draft(self) -> PeerSpec:
         """Return the settings with a draft that costs next to nothing: it copies from the text."""
-        draft = PromptLookup(gamma=self.spec.gamma, synthetic_acceptance=self.spec.free_acceptance)
+        draft = PromptLookup(
+            gamma=self.spec.gamma,
+            max_ngram=SHORT_NGRAM,
+            synthetic_acceptance=self.spec.free_acceptance,
+        )
         return replace(self.spec, draft=draft, draft_folder=None)
 
 

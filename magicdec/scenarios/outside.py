@@ -235,9 +235,10 @@ def lines(bursts: Mapping[MeasuredPoint, Burst]) -> Iterator[dict[str, Any]]:
 def _speculation(gamma: int, free: Burst | None, draft: Burst | None) -> dict[str, Any]:
     """Return the times of a round's parts, as far as they can be told apart, and its acceptance."""
     line: dict[str, Any] = {}
-    if free and free.gamma is not None:
-        line["free/proposed"] = free.gamma
-        free = free if free.gamma >= FEWEST * gamma else None
+    if free:
+        # A server that counts no proposals may have made none: then a round is a decode step.
+        line["free/proposed"] = proposed = free.gamma or 0.0
+        free = free if proposed >= FEWEST * gamma else None
     if free:
         line |= _timed("verify", free)
     if draft:

@@ -72,10 +72,10 @@ def test_a_server_alone_is_what_it_reports(tmp_path, behaviour, known, capsys):
 
 
 def test_a_free_draft_that_proposes_too_little_is_no_verification():
-    for proposed, is_known in ((2.0, False), (3.9, True)):
+    for proposed, is_known in ((2.0, False), (3.9, True), (None, False)):
         free = Burst(1.0, (50.0, 50.0), 8.0, 1.5, proposed)
         (line,) = lines_of({MeasuredPoint(FREE, 4, 1, 32): free})
-        assert line["free/proposed"] == proposed
+        assert line["free/proposed"] == (proposed or 0)
         assert ("time/verify_ms" in line) == is_known
 
 
