@@ -5,7 +5,8 @@ Comments in the page's template are on the card that it shows: read them again b
 another.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -14,8 +15,11 @@ from page import RESULTS
 from render import write, write_csv
 
 from magicdec.calibrate.steps import timed_row
+from magicdec.config.registry import DRAFTS, POLICIES
 from magicdec.costmodel.calibration import Prior, calibrate, errors_of, to_yaml, uncalibrated
 from magicdec.costmodel.hardware import CALIBRATED, OWN_STACK, Hardware, device_in
+from magicdec.costmodel.kernel_costs import CODES, SCORES, SELECTING, WEIGHTS, KernelCosts
+from magicdec.costmodel.round import Setup, round_times, scores_time
 from magicdec.costmodel.tables import Row
 from magicdec.costmodel.targets import architecture
 from magicdec.errors import UserError
@@ -61,11 +65,14 @@ def publish(points: Callable[[str], dict[str, Record]]) -> None:
             (RESULTS / f"gpu-{part}.csv").unlink(missing_ok=True)
             continue
         write_csv(RESULTS / f"gpu-{part}.csv", rows)
-    write_csv(RESULTS / "gpu-fit.csv", _calibrated(device, found["steps"], found["pair"]))
+    parts = (found["steps"], found["pair"], found["policies"])
+    write_csv(RESULTS / "gpu-fit.csv", _calibrated(device, facts["commit"], *parts))
     write("gpu")
 
 
-def _calibrated(device: str, steps: list[Record], pairs: list[Record]) -> list[dict[str, Any]]:
+def _calibrated(
+    device: str, commit: str, steps: list[Record], pairs: list[Record], policies: list[Record]
+) -> list[dict[str, Any]]:
     """Write the card's calibration. Return the errors of all steps, and of every third one where
     the others are fitted.
 
@@ -94,6 +101,7 @@ def _calibrated(device: str, steps: list[Record], pairs: list[Record]) -> list[d
         ]
 
     machine = fitted(rows)
+    machine = replace(machine, kernels=kernel_costs(machine, policies, f"{device}, {commit}"))
     source = [
         f"{known.name}, by {len(rows)} points of Llama-3.1-8B and {len(small)} of the bundled"
         " target."
@@ -103,6 +111,54 @@ def _calibrated(device: str, steps: list[Record], pairs: list[Record]) -> list[d
     unseen = rows[1::HELD_BACK]
     seen = fitted([row for row in rows if row not in unseen])
     return errors(machine, rows, "fitted") + errors(seen, unseen, "held back")
+
+
+def kernel_costs(machine: Hardware, policies: Iterable[Record], measured_by: str) -> KernelCosts:
+    """Return how many times as long as by bytes each policy's own work took: what its steps take
+    beyond those of a policy that has none, or beyond what is predicted of the rest of the step.
+    """
+    points = {point["policy"]: point for point in policies}
+    plain = points["streaming"]
+    times: dict[str, dict[str, float]] = {}
+    for point in points.values():
+        setup = _policy_setup(replace(machine, kernels=KernelCosts()), point)
+        predicted = round_times(setup, point["gamma"])
+        scored, scoring = setup.target_pass._replace(query_tokens=point["gamma"] + 1), "verify_ms"
+        if setup.cache.scores == "step":
+            scored, scoring = (
+                setup.target_pass._replace(cached_tokens=setup.tokens_read),
+                "draft_ms",
+            )
+        by_bytes = {
+            SELECTING: predicted.select.total,
+            CODES: predicted.draft.kv,
+            SCORES: scores_time(setup, scored).total,
+            WEIGHTS: predicted.draft.weights,
+        }
+        more_ms = {
+            SELECTING: point["draft_ms"] - plain["draft_ms"],
+            SCORES: point[scoring] - plain[scoring],
+        }
+        if setup.cache.selects == "round":
+            more_ms[SELECTING] = point["select_ms"] / point["gamma"]
+        for kind, name in setup.work.items():
+            bytes_ms = 1e3 * by_bytes[kind]
+            rest_ms = 1e3 * predicted.draft.total - bytes_ms
+            took_ms = more_ms.get(kind, point["draft_ms"] - rest_ms)
+            times.setdefault(kind, {})[name] = float(f"{took_ms / bytes_ms:.3g}")
+    cell = f"{plain['batch']} x {plain['context']:,}, budget {plain['budget']}"
+    return KernelCosts(times, f"{measured_by}, {cell}, gamma {plain['gamma']}")
+
+
+def _policy_setup(machine: Hardware, point: Record) -> Setup:
+    """Return the setup of a point of gpu_drafts.DRAFTS, whose name says what it reads."""
+    policy, _, more = point["policy"].partition(", ")
+    keys = {"bits": int(more.split()[0])} if more.endswith(" bits") else {}
+    weights = more.removesuffix(" weights") if more.endswith(" weights") else "none"
+    cache = POLICIES[policy].facts(budget=point["budget"], **keys)
+    draft = DRAFTS["self"].facts(quantization=weights)
+    sizes = (point["batch"], point["context"])
+    return Setup(architecture(TARGET), machine, *sizes, draft, cache, TARGET)
 
 
 def _small_row(point: Record, hardware: str) -> Row:

@@ -69,10 +69,11 @@ class DynamicCache(FullCache):
 
     @override
     def reselect(self, attention: Attention) -> None:
-        """Select as one draft step does, in all layers."""
-        config, dtype, device = self.config, self.k_LBKSD.dtype, self.k_LBKSD.device
-        q_BTHD = torch.zeros(
-            self.num_rows, 1, config.num_heads, config.head_dim, dtype=dtype, device=device
-        )
-        for layer, plan in enumerate(self.plan(attention, 1, dtype)):
+        """Select as one draft step does, in all layers. A KV head's latest key is taken for the
+        queries that share it: with queries of zeros, all scores would tie.
+        """
+        last_B = (self.length_B.long() - 1).clamp(min=0)
+        for layer, plan in enumerate(self.plan(attention, 1, self.k_LBKSD.dtype)):
+            k_BKD = self.k_LBKSD[layer][self._rows_B1[:, 0], :, last_B]
+            q_BTHD = k_BKD.repeat_interleave(self.config.group_size, dim=1)[:, None]
             self.select(layer, q_BTHD, attention, plan)

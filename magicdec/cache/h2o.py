@@ -27,7 +27,7 @@ class H2O(CacheConfig):
 
     policy: str = "h2o"
     compact = True
-    selects = "prefill"
+    selects, scores = "prefill", "step"
 
     @override
     def extra_bytes(self, spec: CacheSpec, model: ModelConfig, element_bytes: float) -> float:

@@ -37,6 +37,11 @@ class Quantized(CacheConfig):
     group_size: Count = 32
     reads_everything = quantized = needs_target = True
 
+    @property
+    @override
+    def form(self) -> str:
+        return f"{self.policy}, {self.bits} bits"
+
     @override
     def element_bytes(self, model: ModelConfig, exact: float) -> float:
         """Count a code, and its share of a scale: the mean of keys and values."""

@@ -33,7 +33,7 @@ class VerifyGuided(CacheConfig):
     policy: str = "verify_guided"
     refresh: Count = 1
     observation_window: Count = 32
-    selects = "round"
+    selects, scores = "round", "verification"
     needs_target = True
 
     @property

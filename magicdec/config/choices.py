@@ -23,6 +23,8 @@ from magicdec.inputs.rules import STRICT, Count, Share, must
 
 # Round: once a round; step: in every draft step.
 Selects = Literal["never", "prefill", "round", "step"]
+# Step: of every draft step's attention; verification: of a verification that a selection follows.
+Scores = Literal["never", "step", "verification"]
 
 FP32, INT32, INT64 = 4, 4, 8  # bytes
 AUTO_GAMMAS = (1, 2, 3, 5, 8)  # what draft.gamma=auto chooses among: a captured round each
@@ -45,6 +47,7 @@ class CacheConfig:
     reads_everything: ClassVar[bool] = False  # the budget does not limit what a draft step reads
     quantized: ClassVar[bool] = False  # a draft step reads codes
     selects: ClassVar[Selects] = "never"  # when it selects entries by their attention
+    scores: ClassVar[Scores] = "never"  # what computes the attention of every entry in a round
     # Works on the target's own cache, so no independent draft can use it.
     needs_target: ClassVar[bool] = False
     # Positions stay within the draft's trained context, however long the text.
@@ -69,6 +72,11 @@ class CacheConfig:
     def settings(self) -> tuple[Any, ...]:
         """Return the values of `own_keys`: with the budget, they decide what the draft sees."""
         return tuple(getattr(self, key) for key in self.own_keys())
+
+    @property
+    def form(self) -> str:
+        """Return the name of what a draft step reads, for measured times."""
+        return self.policy
 
     @property
     def rounds_per_selection(self) -> int:

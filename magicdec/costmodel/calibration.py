@@ -220,6 +220,12 @@ def to_yaml(
     for key, value in vars(calibrated.efficiency).items():
         note = f"  # {notes[key]}" if key in notes else ""
         lines.append(f"  {key}: {value:.4g}{note}")
+    if calibrated.kernels.times:
+        lines += ["# Times as long as by bytes (magicdec/costmodel/kernel_costs.py).", "kernels:"]
+        lines += [f"  measured_at: {calibrated.kernels.measured_at}", "  times:"]
+    for kind, times in calibrated.kernels.times.items():
+        lines.append(f"    {kind}:")
+        lines += [f"      {name}: {factor:.3g}" for name, factor in times.items()]
     return "\n".join(lines) + "\n"
 
 

@@ -6,14 +6,16 @@ and the note says so.
 """
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from math import inf, log
 from pathlib import Path
+from typing import NamedTuple
 
 import yaml
 
 from magicdec.config.schema import CONF, Efficiency
+from magicdec.costmodel.kernel_costs import KernelCosts
 from magicdec.errors import UserError
 from magicdec.units import GIB
 
@@ -137,6 +139,12 @@ class Hardware:
     efficiency: Efficiency
     stack: Stack
     note: str = ""
+    kernels: KernelCosts = field(default_factory=KernelCosts)
+
+    @property
+    def is_cpu(self) -> bool:
+        """Return whether it is a CPU, whose kernels are bound by what they move."""
+        return self.name == CPU
 
     @property
     def bandwidth(self) -> float:
@@ -217,17 +225,14 @@ def configured(
         flops=base.flops if tflops is None else tflops * 1e12,
         memory=base.memory if memory_gib is None else memory_gib * GIB,
     )
+    measured = _calibrations().get(device.name)
+    kernels = measured.kernels if measured else KernelCosts()
     if efficiency is not None:
-        return Hardware(
-            name,
-            device,
-            count,
-            efficiency,
-            _stack(stack or OWN_STACK),
-            "calibrated by its configuration",
-        )
+        note = "calibrated by its configuration"
+        own = _stack(stack or OWN_STACK)
+        return Hardware(name, device, count, efficiency, own, note, kernels)
     source = CPU if name == CPU and CPU in _calibrations() else _most_similar(device)
-    calibrated, achieved, calibrated_stack = _calibrations()[source]
+    calibrated, achieved, calibrated_stack, _ = _calibrations()[source]
     note = f"calibrated on {calibrated}"
     if source not in (CPU, device.name):
         note = (
@@ -241,7 +246,8 @@ def configured(
             achieved = replace(
                 achieved, allreduce_hop_us=link.hop_us, allreduce_bandwidth_fraction=link.fraction
             )
-    return Hardware(name, device, count, achieved, _stack(stack or calibrated_stack), note)
+    used = _stack(stack or calibrated_stack)
+    return Hardware(name, device, count, achieved, used, note, kernels)
 
 
 def unknown(name: str, count: int) -> Hardware:
@@ -299,14 +305,23 @@ def _most_similar(device: Device) -> str:
     return min((name for name in _calibrations() if name != CPU), key=distance)
 
 
+class _Calibration(NamedTuple):
+    """The content of a file in `CALIBRATED`."""
+
+    machine: str
+    efficiency: Efficiency
+    stack: str  # that was measured
+    kernels: KernelCosts
+
+
 @cache
-def _calibrations() -> dict[str, tuple[str, Efficiency, str]]:
-    """Return for each device the calibrated machine's name, its efficiency, and the stack that was
-    measured.
-    """
+def _calibrations() -> dict[str, _Calibration]:
+    """Return the calibration of each device that has one."""
     found = {}
     for path in sorted(CALIBRATED.glob("*.yaml")):
         content = yaml.safe_load(path.read_text())
         name = CPU if content["hardware"] == CPU else parse_name(content["hardware"])[1].name
-        found[name] = (content["hardware"], Efficiency(**content["efficiency"]), content["stack"])
+        achieved = Efficiency(**content["efficiency"])
+        kernels = KernelCosts(**content.get("kernels", {}))
+        found[name] = _Calibration(content["hardware"], achieved, content["stack"], kernels)
     return found

@@ -162,6 +162,7 @@ class Prediction:
             # Above it, the device is bound by compute.
             "ridge": hardware.device.flops / hardware.device.bandwidth,
             "calibration": hardware.note,
+            "kernel_costs": self.setup.remark,
         }
         for step, time in steps.items():
             values |= {f"{step}/{part}_ms": 1e3 * value for part, value in time._asdict().items()}
@@ -247,6 +248,8 @@ def verdict(prediction: Prediction) -> str:
             f" {best.gamma}: {where}, {_reason(best)}; {limit} ({basis}alpha {estimate.alpha:.2f}:"
             f" {estimate.source})"
         )
+    if setup.remark:
+        text = f"{text}. {setup.remark}"
     needed, device = prediction.memory.total / GIB, prediction.setup.hardware.device
     unfit = (
         f". It needs {needed:.0f} GiB of {device.memory / GIB:.0f} on each GPU, so it does not fit"

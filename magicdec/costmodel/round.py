@@ -7,9 +7,10 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from magicdec.architectures.model_config import ModelConfig, check_ranks
-from magicdec.config.choices import CacheConfig, CacheSpec, DraftConfig
+from magicdec.config.choices import FP32, CacheConfig, CacheSpec, DraftConfig
 from magicdec.config.registry import DRAFTS, POLICIES
-from magicdec.costmodel.hardware import CPU, Hardware
+from magicdec.costmodel.hardware import Hardware
+from magicdec.costmodel.kernel_costs import CODES, SCORES, SELECTING, WEIGHTS, work_of
 from magicdec.costmodel.roofline import BF16, Pass, StepTime, choice_time, entries_time, step_time
 from magicdec.costmodel.targets import model_label
 from magicdec.errors import UserError
@@ -122,10 +123,24 @@ class Setup:
 
         Where no kernel reads the codes themselves, the decoded weight is written and read as well.
         """
-        on_cpu, quantization = self.hardware.name == CPU, self.draft.quantization
-        decodes = quantization == "int8" if on_cpu else rows > CODE_ROWS
+        quantization = self.draft.quantization
+        decodes = quantization == "int8" if self.hardware.is_cpu else rows > CODE_ROWS
         decoded = 2 * self.element_bytes if quantization != "none" and decodes else 0
         return self.draft_weight_bytes + decoded
+
+    @cached_property
+    def work(self) -> dict[str, str]:
+        """Return the draft's work whose time on a GPU does not follow from bytes, by kind."""
+        return {} if self.hardware.is_cpu else work_of(self.draft, self.cache)
+
+    def factor(self, kind: str) -> float:
+        """Return how many times as long as its bytes this kind of work takes, as measured."""
+        return self.hardware.kernels.factor(self.work, kind)
+
+    @property
+    def remark(self) -> str | None:
+        """Return what was measured of `work` and what was not; None without such work."""
+        return self.hardware.kernels.remark(self.work)
 
     @property
     def target_pass(self) -> Pass:
@@ -162,15 +177,21 @@ class Setup:
         if not self.draft.is_model:
             return StepTime(), StepTime()
         step = self.draft_pass
-        later = step_time(step, self.hardware)
+        later = self._draft_step(step)
         is_exact = self.draft.shares_target or self.draft.keeps_entries
         refed = self.hardware.stack.refed_tokens(is_exact, self.cache.policy)
         if refed == 1:
             return later, later
         weight = self.moved_weight_bytes(self.batch * refed)
-        return step_time(
-            step._replace(query_tokens=refed, weight_bytes=weight), self.hardware
-        ), later
+        return self._draft_step(step._replace(query_tokens=refed, weight_bytes=weight)), later
+
+    def _draft_step(self, step: Pass) -> StepTime:
+        """Return the seconds of a draft step, with what codes and scores add."""
+        time = step_time(step, self.hardware)
+        time = time._replace(
+            kv=time.kv * self.factor(CODES), weights=time.weights * self.factor(WEIGHTS)
+        )
+        return time.plus(scores_time(self, step), float(self.cache.scores == "step"))
 
     @property
     def tokens_read(self) -> int:
@@ -229,6 +250,11 @@ def round_times(setup: Setup, gamma: int) -> RoundTimes:
     late = not hardware.stack.verify_chooses
     first, later = setup.draft_step_times  # the first may feed two tokens
     verify = setup.target_pass._replace(query_tokens=gamma + 1, chooses=not late)
+    verified = step_time(verify, hardware)
+    if setup.draft.is_model and setup.cache.scores == "verification":
+        # The first round of a cycle is observed.
+        share = 1 / setup.cache.rounds_per_selection
+        verified = verified.plus(scores_time(setup, verify), share)
     refresh = entries_time(
         verify._replace(model=setup.draft_model, ranks=setup.draft_ranks), hardware
     )
@@ -237,7 +263,7 @@ def round_times(setup: Setup, gamma: int) -> RoundTimes:
         target=setup.target_time,
         draft=first.plus(later, gamma - 1).scaled(1 / gamma),
         select=select_time(setup, gamma),
-        verify=step_time(verify, hardware),
+        verify=verified,
         overhead=StepTime(
             activations=choice_time(verify, hardware) if late else 0.0,
             overhead=hardware.efficiency.round_overhead_us * 1e-6,
@@ -254,7 +280,22 @@ def select_time(setup: Setup, gamma: int) -> StepTime:
     spec = CacheSpec(cache, gamma, setup.context, setup.context > model.max_position_embeddings)
     moved = setup.batch * cache.selection_bytes(spec, model, setup.element_bytes)
     steps = 1 if cache.selects == "step" else gamma * cache.rounds_per_selection
-    return StepTime(kv=moved / setup.hardware.bandwidth / steps)
+    seconds = setup.factor(SELECTING) * moved / setup.hardware.bandwidth
+    return StepTime(kv=seconds / steps)
+
+
+def scores_time(setup: Setup, scored: Pass) -> StepTime:
+    """Return what a pass takes longer on a GPU because it scores entries: each query head's score
+    of every entry is written, and read to be added up.
+
+    On a CPU the kernel adds them up where they arise.
+    """
+    if SCORES not in setup.work:
+        return StepTime()
+    heads = scored.model.num_layers * scored.model.shared_by(scored.ranks).num_heads
+    scores = scored.batch * scored.query_tokens * heads * scored.cached_tokens
+    moved = 2 * FP32 * scores
+    return StepTime(kv=setup.factor(SCORES) * moved / setup.hardware.bandwidth)
 
 
 def prefill_s(setup: Setup, model: ModelConfig, ranks: int, prompt_len: int) -> float:

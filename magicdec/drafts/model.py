@@ -69,7 +69,14 @@ class IndependentDraft(ModelDraft):
 
     @override
     def simulate_prefill(self, state: State) -> None:
-        self.cache.set_length(self._lengths_B(state))
+        """Select from noise as `prefill` does from the prompts' entries: entries of zeros would all
+        be alike.
+        """
+        cache = self.cache.for_prefill(self.chunk)
+        cache.k_LBKSD.normal_()
+        cache.v_LBKSD.normal_()
+        cache.set_length(self._lengths_B(state))
+        self.cache.adopt(cache, self._scores(cache, state, lambda _: None))
 
     def _lengths_B(self, state: State) -> Tensor:
         """Return the lengths that a prefill leaves in the cache (int32)."""

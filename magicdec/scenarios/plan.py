@@ -40,6 +40,7 @@ from magicdec.tracking.store import Run, shown
 EXPERIMENTS = Path("conf", "experiment")
 CHOICES = ("draft", "cache")
 SHOWN = 12  # candidates in the table
+MARKS = "*†‡§"  # of what is said of some of them below the table
 ALPHAS = (0.5, 0.6, 0.7, 0.8, 0.9)  # that an assumed acceptance is compared with
 SHOWN_UNKNOWN = 6  # configurations without a known acceptance
 
@@ -150,6 +151,7 @@ def _view(ranking: Ranking) -> Group:
         *columns, title="plans; speedups per row | per batch", num_words=2 + len(CHOICES)
     )
     table.padding = (0, 1, 0, 0)  # to fit into 80 columns
+    remarks: dict[str, str] = {}  # marks by remark
     for candidate in ranking.ranked[:SHOWN]:
         chosen = (
             (*_choices(candidate.setup), str(candidate.gamma))
@@ -160,12 +162,18 @@ def _view(ranking: Ranking) -> Group:
         speedups = " | ".join(
             f"{speedup:.2f}x" for speedup in (candidate.speedup, candidate.speedup_wall) if speedup
         )
+        remark = candidate.setup.remark if candidate.prediction else None
+        if remark:
+            mark = remarks.setdefault(remark, MARKS[len(remarks) % len(MARKS)])
+            speedups = f"{speedups} {mark}"
         table.add_row(str(candidate.setup.batch), *chosen, *rates, speedups)
     left_out = (
         f"left out: {ranking.too_large} that do not fit into memory, {ranking.too_slow} beyond the"
         " latency bound"
     )
-    return Group(table, *([_unknown(ranking)] if ranking.unknown else []), left_out)
+    notes = [f"{mark} {remark}" for remark, mark in remarks.items()]
+    unknown = [_unknown(ranking)] if ranking.unknown else []
+    return Group(table, *notes, *unknown, left_out)
 
 
 def _by_alpha(setup: Setup, scenario: Search, alpha: float) -> Table:
