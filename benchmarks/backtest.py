@@ -12,11 +12,13 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
+from itertools import groupby
 from statistics import fmean, median
+from typing import Any
 
 import yaml
 from page import RESULTS, ROOT
-from render import Row, groups, read_csv, write, write_csv
+from render import Row, read_csv, write, write_csv
 
 from magicdec.architectures.head_config import HeadConfig
 from magicdec.architectures.hugging_face import from_hugging_face
@@ -27,9 +29,12 @@ from magicdec.config.schema import CONF
 from magicdec.costmodel.hardware import Hardware, configured
 from magicdec.costmodel.round import Setup, round_times
 from magicdec.costmodel.speedup import alpha_from_acceptance_length
+from magicdec.costmodel.stacks import STACKS
 from magicdec.costmodel.targets import architecture, option
 
 ADDED = yaml.safe_load((ROOT / "benchmarks/backtest_models.yaml").read_text())
+ASYNCHRONOUS = "2026-01"  # vLLM's default from then on
+HALF = 0.5  # of a lookup's proposals are accepted, where a source does not say
 VOCABULARY = {"eagle": 1.0, "fr-spec": 0.25}  # a head's share of the target's
 # Rows that share these differ in their batch alone.
 SERIES = (
@@ -43,6 +48,7 @@ SERIES = (
     "context",
     "gamma",
 )
+FIXED_POINT_STEPS = 20
 BATCHES = {"1": range(1, 2), "2 to 31": range(2, 32), "32 and more": range(32, 10**6)}
 CONTEXTS = {
     "to 2,000": range(2_001),
@@ -63,10 +69,29 @@ def model_named(name: str) -> ModelConfig:
 
 def machine(row: Row) -> Hardware:
     """Return the row's machine: a device that the cost model knows, or one of
-    backtest_models.yaml.
+    backtest_models.yaml, with the row's engine as far as the cost model knows it.
     """
     figures = dict(ADDED["machines"].get(row["hardware"], {}))
-    return configured(figures.pop("like", row["hardware"]), row["tensor_parallel"], **figures)
+    vector_flops = 1e12 * figures.pop("vector_tflops", 0.0)
+    name = figures.pop("like", row["hardware"])
+    found = configured(name, row["tensor_parallel"], **figures, stack=stack_of(row))
+    return replace(found, device=replace(found.device, vector_flops=vector_flops))
+
+
+def stack_of(row: Row) -> str | None:
+    """Return the row's engine as the cost model calls it; None where it does not know it."""
+    engine = row["engine"].partition(" ")[0]
+    if engine == "vllm" and str(row.get("date") or "") < ASYNCHRONOUS:
+        return "vllm-2025"
+    return engine if engine in STACKS else None
+
+
+def match_share(row: Row, length: float) -> float:
+    """Return the share of a lookup's rounds with a match: what the source says, or as if half of
+    the proposals were accepted.
+    """
+    stated = row.get("match_share")
+    return min(1.0, (length - 1) / row["gamma"] / HALF) if stated is None else stated
 
 
 def draft_of(row: Row, target: ModelConfig) -> DraftConfig:
@@ -102,9 +127,9 @@ def predict(row: Row) -> Row:
         target, machine(row), row["batch"], context, draft_of(row, target), cache, row["model"]
     )
     setup = replace(setup, stored_weight_bytes=float(row["weight_bytes"]))
-    times, gamma = round_times(setup, row["gamma"]), row["gamma"]
-    length = row["acceptance_length"]
-    needed = row["speedup"] / times.speedup(1.0)
+    gamma, length = row["gamma"], row["acceptance_length"]
+    times = round_times(matching(setup, row, length), gamma)
+    needed = needed_length(setup, row)
     possible = 1 <= needed <= gamma + 1
     return {key: row[key] for key in (*SERIES, "batch", "acceptance_length")} | {
         "measured": row["speedup"],
@@ -113,6 +138,24 @@ def predict(row: Row) -> Row:
         "needed_length": needed,
         "needed_alpha": alpha_from_acceptance_length(needed, gamma) if possible else None,
     }
+
+
+def matching(setup: Setup, row: Row, length: float | None) -> Setup:
+    """Return the setup of a row whose rounds yield `length` tokens; None: as if all had a match."""
+    is_known = length is not None and not setup.draft.is_model
+    return replace(setup, match_share=match_share(row, length)) if is_known else setup
+
+
+def needed_length(setup: Setup, row: Row) -> float:
+    """Return the acceptance length from which the measured speedup follows.
+
+    A lookup's rounds take longer, the more of them have a match.
+    """
+    length = 1.0
+    for _ in range(1 if setup.draft.is_model else FIXED_POINT_STEPS):
+        times = round_times(matching(setup, row, length), row["gamma"])
+        length = row["speedup"] / times.speedup(1.0)
+    return length
 
 
 def against(measured: float, predicted: float) -> Row:
@@ -128,22 +171,31 @@ def against(measured: float, predicted: float) -> Row:
     }
 
 
-def carried(rows: list[Row]) -> list[Row]:
+def carried(rows: list[Row], found: list[Row]) -> list[Row]:
     """Add predictions of larger batches from the acceptance that explains the smallest, where none
-    is stated.
+    is stated. `found` are the predictions of the rows.
     """
-    for _, series in groups(rows, *SERIES):
-        first = min(series, key=lambda row: row["batch"])
-        for row in series:
-            if row is not first and row["acceptance_length"] is None and "needed_length" in row:
-                predicted = first["needed_length"] / row["round_steps"]
-                row |= against(row["measured"], predicted) | {"carried": True}
-    return rows
+    pairs = zip(rows, found, strict=True)
+    for _, members in groupby(pairs, key=lambda pair: facts_of(pair[0])):
+        series = list(members)
+        first = min((one for _, one in series), key=lambda one: one["batch"])
+        for row, one in series:
+            if one is first or row["acceptance_length"] is not None or "needed_length" not in one:
+                continue
+            again = predict(row | {"acceptance_length": first["needed_length"]})
+            one |= again | {"acceptance_length": None, "carried": True}
+    return found
+
+
+def facts_of(row: Row) -> tuple[Any, ...]:
+    """Return what rows share that differ in their batch alone."""
+    return tuple(row[name] for name in SERIES)
 
 
 def predictions(name: str) -> list[Row]:
     """Return the predictions of all rows of a CSV file in docs/results, in its order."""
-    return carried([predict(row) for row in read_csv(RESULTS / f"{name}.csv")])
+    rows = read_csv(RESULTS / f"{name}.csv")
+    return carried(rows, [predict(row) for row in rows])
 
 
 def scores(rows: list[Row]) -> list[Row]:

@@ -30,6 +30,7 @@ from magicdec.costmodel import hardware
 from magicdec.costmodel.calibration import ON_CPUS, Calibration, calibrate, to_yaml
 from magicdec.costmodel.hardware import Hardware, configured
 from magicdec.costmodel.round import round_times
+from magicdec.costmodel.stacks import OWN_STACK
 from magicdec.costmodel.tables import Row
 from magicdec.costmodel.targets import architecture
 from magicdec.planning.resolve import resolve
@@ -143,7 +144,7 @@ def main() -> None:
         max(point[key] for points in stored.values() for point in points)
         for key in ("bandwidth", "rate")
     ]
-    start = configured(hardware.CPU, 1, best[0] / 1e9, best[1] / 1e12, stack=hardware.OWN_STACK)
+    start = configured(hardware.CPU, 1, best[0] / 1e9, best[1] / 1e12, stack=OWN_STACK)
     calibration = fit(stored, list(stored), start)
     print(calibration)
     if not arguments.quick:

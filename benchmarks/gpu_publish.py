@@ -17,9 +17,10 @@ from render import write, write_csv
 from magicdec.calibrate.steps import timed_row
 from magicdec.config.registry import DRAFTS, POLICIES
 from magicdec.costmodel.calibration import Prior, calibrate, errors_of, to_yaml, uncalibrated
-from magicdec.costmodel.hardware import CALIBRATED, OWN_STACK, Hardware, device_in
+from magicdec.costmodel.hardware import CALIBRATED, Hardware, device_in
 from magicdec.costmodel.kernel_costs import CODES, SCORES, SELECTING, WEIGHTS, KernelCosts
 from magicdec.costmodel.round import Setup, round_times, scores_time
+from magicdec.costmodel.stacks import OWN_STACK
 from magicdec.costmodel.tables import Row
 from magicdec.costmodel.targets import architecture
 from magicdec.errors import UserError

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 from magicdec.architectures.model_config import ModelConfig
 from magicdec.config.load import compose
 from magicdec.config.schema import Efficiency
-from magicdec.costmodel.hardware import CPU, OWN_STACK, Hardware, configured, device_in
+from magicdec.costmodel.hardware import CPU, Hardware, configured, device_in
 from magicdec.costmodel.roofline import BF16
+from magicdec.costmodel.stacks import OWN_STACK
 from magicdec.costmodel.tables import Row
 from magicdec.measure.ceilings import matmul_rate, read_bandwidth
 from magicdec.planning import build

@@ -24,7 +24,8 @@ from magicdec.costmodel.calibration import (
     errors_of,
     option_yaml,
 )
-from magicdec.costmodel.hardware import OWN_STACK, configured
+from magicdec.costmodel.hardware import configured
+from magicdec.costmodel.stacks import OWN_STACK
 from magicdec.costmodel.tables import Row
 from magicdec.errors import UserError, exit_code
 from magicdec.inputs.rules import FileName, parse

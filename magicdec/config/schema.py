@@ -242,6 +242,8 @@ class Assumed(Needs):
     acceptance_rate: Share | None
     acceptance_length: Annotated[float | None, Field(ge=1), must("must be at least 1, or null")]
     acceptance_gamma: Count | None
+    stack: str | None
+    match_share: Share | None
 
     def mistakes(self) -> Iterator[str]:
         """Yield what contradicts itself."""

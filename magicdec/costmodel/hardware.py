@@ -16,15 +16,15 @@ import yaml
 
 from magicdec.config.schema import CONF, Efficiency
 from magicdec.costmodel.kernel_costs import KernelCosts
+from magicdec.costmodel.matmuls import Shares, shares_of
+from magicdec.costmodel.stacks import OWN_STACK, STACKS, Stack, stack_named
 from magicdec.errors import UserError
 from magicdec.units import GIB
 
 CALIBRATED = Path(__file__).parent / "calibrated"
 OPTIONS = CONF / "hardware"
-OWN_STACK = "magicdec"
 # The name of any: there are no datasheets, and its fractions are of figures that a run measures.
 CPU = "cpu"
-REFERENCE_DRAFT_RANKS = 4  # of its 8 GPUs: TinyLlama has 4 KV heads
 NAME = r"(?:(\d+)x)?([a-z]\w*)"  # a count and a device
 
 
@@ -63,6 +63,12 @@ class Device:
     # None where attention is not scheduled in tiles on streaming multiprocessors.
     num_sms: int | None = None
     link: Link = PCIE4
+    vector_flops: float = 0.0  # per second, fp32 outside tensor cores; 0: not known
+
+    @property
+    def ridge(self) -> float:
+        """Return the FLOPs per byte above which it is bound by compute."""
+        return self.flops / self.bandwidth
 
 
 DEVICES = {
@@ -85,49 +91,6 @@ DEVICES = {
 
 
 @dataclass(frozen=True)
-class Stack:
-    """An implementation of decoding and speculation, as far as bytes and rows are concerned."""
-
-    name: str
-    # The output head's weights divided over the ranks, or read whole by each.
-    sharded_head: bool = True
-    # The number of times that a row's logits are moved to choose a token: written and read once by
-    # a fused argmax.
-    logit_passes: float = 2.0
-    # T_V includes the choice of tokens; otherwise a round pays for it in addition to T_V.
-    verify_chooses: bool = True
-    # Policies whose self-draft takes the target's exact KV after each verification, and so feeds
-    # one token in its first step. All others feed two, as independent drafts do: the last proposal
-    # may never have been seen.
-    exact_kv_policies: frozenset[str] | None = None  # None: all
-    # Ranks that share an independent draft unless a configuration says how many; None: all of the
-    # target's.
-    draft_ranks: int | None = None
-
-    def refed_tokens(self, shares_target: bool, policy: str) -> int:
-        """Return the committed tokens that the first draft step of a round feeds."""
-        exact = self.exact_kv_policies is None or policy in self.exact_kv_policies
-        return 1 if shares_target and exact else 2
-
-
-STACKS = {
-    stack.name: stack
-    for stack in (
-        Stack("magicdec"),
-        # github.com/Infini-AI-Lab/MagicDec at commit 5fb682c, the last before its A100 tables:
-        # tp.py shards layers but not the head; logits are written, copied (2) and read by a radix
-        # top-k (2 digits and the gather); selfspec_benchmark.py samples after the verification's
-        # time was taken.
-        Stack("reference-2024-08", False, 6.0, False, frozenset(), REFERENCE_DRAFT_RANKS),
-        # The same at commit 09cd671, which has SnapKV and Llama-3.2-1B as its H100 tables do: head
-        # sharded, argmax inside the pass; SnapKV's draft takes the KV of verification,
-        # StreamingLLM's does not.
-        Stack("reference-2024-11", True, 2.0, True, frozenset({"snapkv"}), REFERENCE_DRAFT_RANKS),
-    )
-}
-
-
-@dataclass(frozen=True)
 class Hardware:
     """A machine as the cost model sees it: `count` devices, what they achieve, and the software
     that achieved it.
@@ -140,6 +103,8 @@ class Hardware:
     stack: Stack
     note: str = ""
     kernels: KernelCosts = field(default_factory=KernelCosts)
+    # Of published tables, for software that has the matmuls of engines.
+    shares: Shares | None = None
 
     @property
     def is_cpu(self) -> bool:
@@ -229,8 +194,8 @@ def configured(
     kernels = measured.kernels if measured else KernelCosts()
     if efficiency is not None:
         note = "calibrated by its configuration"
-        own = _stack(stack or OWN_STACK)
-        return Hardware(name, device, count, efficiency, own, note, kernels)
+        own = stack_named(stack or OWN_STACK)
+        return Hardware(name, device, count, efficiency, own, note, kernels)  # as it was measured
     source = CPU if name == CPU and CPU in _calibrations() else _most_similar(device)
     calibrated, achieved, calibrated_stack, _ = _calibrations()[source]
     note = f"calibrated on {calibrated}"
@@ -246,8 +211,15 @@ def configured(
             achieved = replace(
                 achieved, allreduce_hop_us=link.hop_us, allreduce_bandwidth_fraction=link.fraction
             )
-    used = _stack(stack or calibrated_stack)
-    return Hardware(name, device, count, achieved, used, note, kernels)
+    used = stack_named(stack or calibrated_stack)
+    shares = None
+    if used.layer_us is not None:
+        lender = DEVICES[source]
+        shares = shares_of(base.name, base.ridge / device.ridge) if known else None
+        shares = shares or shares_of(source, lender.ridge / device.ridge)
+        achieved = replace(achieved, layer_overhead_us=used.layer_us, round_overhead_us=0.0)
+        note += f"; matmuls and launches of {used.name}"
+    return Hardware(name, device, count, achieved, used, note, kernels, shares)
 
 
 def unknown(name: str, count: int) -> Hardware:
@@ -267,12 +239,6 @@ def _named(name: str) -> tuple[int, Device | None]:
     return int(count or 1), next(
         (device for device in DEVICES.values() if _key(device.name) == key), None
     )
-
-
-def _stack(name: str) -> Stack:
-    if name not in STACKS:
-        raise UserError(f"stack={name} is not known; one of: {', '.join(STACKS)}")
-    return STACKS[name]
 
 
 def device_in(text: str) -> Device | None:

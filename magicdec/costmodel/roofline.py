@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from magicdec.architectures.model_config import ModelConfig
 from magicdec.costmodel.hardware import Hardware
+from magicdec.costmodel.matmuls import VECTOR_SHARE
 
 BF16 = 2.0  # bytes
 # Split-KV kernels stop splitting once tiles of (row, KV head) fill this share of the places a GPU
@@ -68,7 +69,7 @@ class Pass(NamedTuple):
 
     model: ModelConfig
     batch: int
-    query_tokens: int
+    query_tokens: float  # on average, where rows differ
     cached_tokens: float
     ranks: int = 1
     weight_bytes: float = BF16  # of an element of a layer's matrices
@@ -77,6 +78,7 @@ class Pass(NamedTuple):
     # Of the head's weights, which are never quantized; None: as activations.
     head_bytes: float | None = None
     chooses: bool = True  # whether the choice of tokens from the logits belongs to it
+    splits: bool = True  # attention is split over the cached tokens where rows leave SMs idle
 
 
 def step_time(forward: Pass, hardware: Hardware) -> StepTime:
@@ -88,6 +90,13 @@ def step_time(forward: Pass, hardware: Hardware) -> StepTime:
         share = hardware.efficiency.attention_fraction if op.reads == "kv" else 1.0
         compute = op.flops / (share * hardware.matmul_rate(op.rows)) if op.flops else 0.0
         seconds = max(memory, compute) + exposed * min(memory, compute)
+        if op.reads == "weights":
+            is_exact = forward.weight_bytes >= BF16
+            memory, compute, seconds = _matmul_times(op, hardware, is_exact) or (
+                memory,
+                compute,
+                seconds,
+            )
         times[op.reads if memory >= compute else "compute"] += op.number * seconds
     model, layers = forward.model, forward.model.num_layers
     message = forward.batch * forward.query_tokens * model.hidden_size * forward.activation_bytes
@@ -97,6 +106,26 @@ def step_time(forward: Pass, hardware: Hardware) -> StepTime:
     )
     times["overhead"] = 1e-6 * overhead_us
     return StepTime(**times)
+
+
+def _matmul_times(
+    op: Operator, hardware: Hardware, is_exact: bool
+) -> tuple[float, float, float] | None:
+    """Return the seconds of reading, of computing and of a matmul of an engine; None where its
+    machine's calibration says all.
+    """
+    device = hardware.device
+    if not is_exact and op.rows <= hardware.stack.vector_rows and device.vector_flops:
+        reading = op.bytes / hardware.bandwidth
+        computing = (op.rows - 1) / op.rows * op.flops / (VECTOR_SHARE * device.vector_flops)
+        # Decoding the weights for one row is hidden behind reading them; for others it is not.
+        return reading, computing, reading + computing
+    if hardware.shares is None:
+        return None
+    reading, computing = op.bytes / device.bandwidth, op.flops / device.flops
+    elements = op.flops / (2 * op.rows)
+    seconds = hardware.shares.seconds(op.rows, elements, reading, computing, is_exact)
+    return reading, computing, seconds
 
 
 def operators(forward: Pass, hardware: Hardware) -> list[Operator]:
@@ -119,7 +148,9 @@ def operators(forward: Pass, hardware: Hardware) -> list[Operator]:
             name, "activations", number, 0.0, rows * elements_per_row * activation, rows
         )
 
-    stretch = tile_stretch(batch * model.num_kv_heads, hardware.device.num_sms)
+    # Where it is not split, each query head has a tile of its own.
+    heads = model.num_kv_heads if forward.splits else model.num_heads
+    stretch = tile_stretch(batch * heads, hardware.device.num_sms, forward.splits)
     attention = [
         Operator(
             "attention",
@@ -196,9 +227,9 @@ def choice_time(forward: Pass, hardware: Hardware) -> float:
     return moved / hardware.bandwidth
 
 
-def tile_stretch(tiles: int, num_sms: int | None) -> float:
+def tile_stretch(tiles: int, num_sms: int | None, splits: bool = True) -> float:
     """Return how much longer attention takes because unsplit tiles come in waves, the last of them
-    unfilled.
+    unfilled. With `splits`, few tiles are split until they fill all places.
 
     A full wave runs at the memory's speed. Of the last, each tile has an SM to itself, and draws at
     most the bandwidth of the two tiles that otherwise share it: it takes at least half a wave.
@@ -209,7 +240,7 @@ def tile_stretch(tiles: int, num_sms: int | None) -> float:
         return 1.0
     places = TILES_PER_SM * num_sms
     waves, rest = divmod(tiles, places)
-    if tiles < UNSPLIT_SHARE * places or waves == 0 or rest == 0:
+    if (splits and (tiles < UNSPLIT_SHARE * places or waves == 0)) or rest == 0:
         return 1.0
     return (waves + max(rest / places, 1 / TILES_PER_SM)) * places / tiles
 

@@ -4,6 +4,7 @@ context.
 
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from math import comb
 from typing import Any, NamedTuple
 
 from magicdec.architectures.model_config import ModelConfig, check_ranks
@@ -21,6 +22,7 @@ CODE_ROWS = 64
 # The bytes of a weight in a layer's matrices: its code, and a 32nd of its group's scale.
 QUANTIZED_BYTES = {"int8": 1 + BF16 / 32, "int4": 0.5 + BF16 / 32}
 PREFILL_CHUNK = 2048  # tokens of a prefill pass
+RARE = 1e-5  # a probability that does not count
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,9 @@ class Setup:
     element_bytes: float = BF16
     # Of weights that are kept in fewer bytes; None: element_bytes.
     stored_weight_bytes: float | None = None
+    # Of the rounds of a lookup, those with a match. Others verify one token, in software whose rows
+    # may differ.
+    match_share: float = 1.0
 
     def __post_init__(self) -> None:
         if not self.draft.is_model:
@@ -250,7 +255,7 @@ def round_times(setup: Setup, gamma: int) -> RoundTimes:
     late = not hardware.stack.verify_chooses
     first, later = setup.draft_step_times  # the first may feed two tokens
     verify = setup.target_pass._replace(query_tokens=gamma + 1, chooses=not late)
-    verified = step_time(verify, hardware)
+    verified = _verification_time(setup, gamma, verify)
     if setup.draft.is_model and setup.cache.scores == "verification":
         # The first round of a cycle is observed.
         share = 1 / setup.cache.rounds_per_selection
@@ -266,9 +271,32 @@ def round_times(setup: Setup, gamma: int) -> RoundTimes:
         verify=verified,
         overhead=StepTime(
             activations=choice_time(verify, hardware) if late else 0.0,
-            overhead=hardware.efficiency.round_overhead_us * 1e-6,
+            overhead=1e-6 * (hardware.efficiency.round_overhead_us + _host_us(setup, gamma)),
         ).plus(refresh, float(setup.draft.keeps_entries)),
     )
+
+
+def _verification_time(setup: Setup, gamma: int, verify: Pass) -> StepTime:
+    """Return T_V: on average over the number of rows whose lookups have found a match."""
+    stack, rows = setup.hardware.stack, setup.batch
+    verify = verify._replace(splits=stack.splits(setup.hardware.device.name))
+    share = setup.match_share
+    if setup.draft.is_model or not stack.is_ragged or share == 1.0:
+        return step_time(verify, setup.hardware)
+    total = StepTime()
+    for matches in range(rows + 1):
+        chance = comb(rows, matches) * share**matches * (1 - share) ** (rows - matches)
+        if chance > RARE:
+            ragged = verify._replace(query_tokens=1 + gamma * matches / rows)
+            total = total.plus(step_time(ragged, setup.hardware), chance)
+    return total
+
+
+def _host_us(setup: Setup, gamma: int) -> float:
+    """Return the microseconds of a round outside an engine's kernels."""
+    host = setup.hardware.stack.host
+    drafting = gamma * host.draft_step_us if setup.draft.is_model else host.lookup_us
+    return host.round_us + drafting + setup.batch * host.row_us
 
 
 def select_time(setup: Setup, gamma: int) -> StepTime:

@@ -6,10 +6,12 @@ from dataclasses import replace
 
 from magicdec.config.choices import DraftConfig
 from magicdec.config.registry import DRAFTS
-from magicdec.costmodel.hardware import CPU, OWN_STACK, Hardware, configured, device_in, unknown
-from magicdec.costmodel.memory_estimate import Memory, memory
+from magicdec.config.schema import Assumed
+from magicdec.costmodel.hardware import CPU, Hardware, configured, device_in, unknown
+from magicdec.costmodel.memory import Memory, memory
 from magicdec.costmodel.roofline import BF16
 from magicdec.costmodel.round import Setup
+from magicdec.costmodel.stacks import OWN_STACK
 from magicdec.errors import UserError
 from magicdec.planning.resolved import Plan
 
@@ -35,6 +37,9 @@ def setup_of(plan: Plan, bandwidth_gbs: float | None = None, tflops: float | Non
             bandwidth_gbs=h.bandwidth_gbs or (None if listed else bandwidth_gbs),
             tflops=h.tflops or (None if listed else tflops),
         )
+    match_share = None
+    if isinstance(config.scenario, Assumed):
+        stack, match_share = config.scenario.stack or stack, config.scenario.match_share
     hardware = configured(
         h.name, h.tensor_parallel, h.bandwidth_gbs, h.tflops, h.memory_gib, h.efficiency, stack
     )
@@ -43,7 +48,8 @@ def setup_of(plan: Plan, bandwidth_gbs: float | None = None, tflops: float | Non
         raise UserError(
             "draft=none: there is no speculation to predict; choose draft=self or draft=model"
         )
-    return _setup(plan, hardware, DRAFTS["self"].facts() if searches else config.draft)
+    setup = _setup(plan, hardware, DRAFTS["self"].facts() if searches else config.draft)
+    return setup if match_share is None else replace(setup, match_share=match_share)
 
 
 def held(plan: Plan, num_rows: int, context_len: int) -> Memory:

@@ -25,6 +25,7 @@ REQUIRED = {
     "speedup",
 }
 
+LOOKUPS = ("mixed, synthetic", 4)  # task and gamma of some that differ in their batch
 # What a row of refutation.csv may assume where its source is silent.
 ASSUMABLE = {"hardware", "model", "batch", "context", "gamma", "acceptance"}
 
@@ -68,13 +69,18 @@ def test_the_headline_follows_from_the_predictions():
 
 
 def test_batches_carry_the_acceptance_of_the_smallest():
-    row = dict.fromkeys(backtest.SERIES, "same") | {"acceptance_length": None}
-    small = row | {"batch": 1, "measured": 2.0, "round_steps": 1.5, "needed_length": 3.0}
-    large = row | {"batch": 64, "measured": 0.9, "round_steps": 2.0, "needed_length": 1.8}
-    carried = backtest.carried([dict(small), dict(large)])
+    """As if the acceptance of the smallest were stated of them; a lookup's matches follow from
+    it.
+    """
+    rows = [row for row in backtest.read_csv(RESULTS / "refutation.csv") if row["draft"] == "ngram"]
+    small, large, *_ = (row for row in rows if (row["task"], row["gamma"]) == LOOKUPS)
+    carried = backtest.carried([small, large], [backtest.predict(row) for row in (small, large)])
     assert "predicted" not in carried[0]
-    assert carried[1]["predicted"] == 1.5
-    assert carried[1]["right"] is False
+    length = carried[0]["needed_length"]
+    stated = backtest.predict(large | {"acceptance_length": length})
+    assert carried[1]["predicted"] == stated["predicted"]
+    assert carried[1]["carried"] is True
+    assert carried[1]["acceptance_length"] is None
 
 
 def test_rows_that_can_refute_are_many_and_of_many_sources(refuting):

@@ -5,8 +5,9 @@ import pytest
 from magicdec.architectures.model_config import ModelConfig
 from magicdec.config.registry import POLICIES
 from magicdec.config.schema import Efficiency
-from magicdec.costmodel.hardware import DEVICES, STACKS, Hardware, hardware_named
+from magicdec.costmodel.hardware import DEVICES, Hardware, hardware_named
 from magicdec.costmodel.round import Setup
+from magicdec.costmodel.stacks import STACKS
 from magicdec.costmodel.targets import architecture
 
 SMALL = ModelConfig(

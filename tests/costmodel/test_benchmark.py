@@ -127,7 +127,7 @@ def test_the_calibration_of_a_cpu_measures_steps_and_tabulates_their_errors(tmp_
     monkeypatch.setattr(program, "RESULTS", tmp_path)
     monkeypatch.setattr(program.render, "write", lambda name: None)
     found = {"tiny": program.measure("tiny", [(1, 320, 1), (2, 512, 2)])}
-    start = program.configured("cpu", 1, 20.0, 0.2, stack=program.hardware.OWN_STACK)
+    start = program.configured("cpu", 1, 20.0, 0.2, stack=program.OWN_STACK)
     program.write(found, start, program.fit(found, list(found), start))
     steps = program.render.read_csv(tmp_path / "costmodel-cpu.csv")
     assert [(line["step"], line["batch"], line["context"]) for line in steps[::2]] == [

@@ -171,5 +171,5 @@ def test_a_calibration_in_the_configuration_is_taken_and_describes_this_software
     own = hardware.configured("h200", efficiency=hardware.Efficiency(layer_overhead_us=20.0))
     assert own.efficiency.layer_overhead_us == 20.0
     assert own.stack.name == "magicdec"
-    with pytest.raises(UserError, match="stack=vllm"):
-        hardware.configured("h200", stack="vllm")
+    with pytest.raises(UserError, match="stack=tgi"):
+        h.configured("h200", stack="tgi")
