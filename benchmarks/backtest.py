@@ -9,16 +9,20 @@ No GPU is needed, and none is used.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from itertools import groupby
+from math import log, log1p
 from statistics import fmean, median
 from typing import Any
 
 import yaml
+from costmodel import fitted_rows
+from costmodel_scores import compare
 from page import RESULTS, ROOT
 from render import Row, read_csv, write, write_csv
+from skill import BATCHES, CONTEXTS, band, errors_of, is_held_back, judged_confidence, skill, strata
 
 from magicdec.architectures.head_config import HeadConfig
 from magicdec.architectures.hugging_face import from_hugging_face
@@ -26,13 +30,17 @@ from magicdec.architectures.model_config import ModelConfig
 from magicdec.config.choices import DraftConfig, ModelChoice
 from magicdec.config.registry import DRAFTS, POLICIES
 from magicdec.config.schema import CONF
+from magicdec.costmodel.comparison import PERFECT
+from magicdec.costmodel.confidence import TABLE, Case, Error
 from magicdec.costmodel.hardware import Hardware, configured
 from magicdec.costmodel.round import Setup, round_times
 from magicdec.costmodel.speedup import alpha_from_acceptance_length
 from magicdec.costmodel.stacks import STACKS
+from magicdec.costmodel.tables import read_table
 from magicdec.costmodel.targets import architecture, option
 
 ADDED = yaml.safe_load((ROOT / "benchmarks/backtest_models.yaml").read_text())
+FILES = ("backtest", "refutation")
 ASYNCHRONOUS = "2026-01"  # vLLM's default from then on
 HALF = 0.5  # of a lookup's proposals are accepted, where a source does not say
 VOCABULARY = {"eagle": 1.0, "fr-spec": 0.25}  # a head's share of the target's
@@ -49,12 +57,6 @@ SERIES = (
     "gamma",
 )
 FIXED_POINT_STEPS = 20
-BATCHES = {"1": range(1, 2), "2 to 31": range(2, 32), "32 and more": range(32, 10**6)}
-CONTEXTS = {
-    "to 2,000": range(2_001),
-    "to 16,000": range(2_001, 16_001),
-    "beyond 16,000": range(16_001, 10**9),
-}
 
 
 @cache
@@ -111,7 +113,13 @@ def draft_of(row: Row, target: ModelConfig) -> DraftConfig:
     return DRAFTS["eagle3"].facts(model=ModelChoice(kind, architecture=head))
 
 
-def predict(row: Row) -> Row:
+def bare(row: Row) -> Hardware:
+    """Return the row's machine by its datasheet alone: no overheads, no engine."""
+    found = machine(row | {"engine": ""})
+    return replace(found, efficiency=PERFECT)
+
+
+def predict(row: Row, on: Callable[[Row], Hardware] = machine) -> Row:
     """Return a row with its prediction, and with the acceptance length from which the measured
     speedup would follow.
 
@@ -124,7 +132,7 @@ def predict(row: Row) -> Row:
     context = row["context"] + row["generate"] // 2  # on average
     cache = POLICIES[row.get("cache") or "full"].facts(budget=row.get("budget") or context)
     setup = Setup(
-        target, machine(row), row["batch"], context, draft_of(row, target), cache, row["model"]
+        target, on(row), row["batch"], context, draft_of(row, target), cache, row["model"]
     )
     setup = replace(setup, stored_weight_bytes=float(row["weight_bytes"]))
     gamma, length = row["gamma"], row["acceptance_length"]
@@ -171,7 +179,9 @@ def against(measured: float, predicted: float) -> Row:
     }
 
 
-def carried(rows: list[Row], found: list[Row]) -> list[Row]:
+def carried(
+    rows: list[Row], found: list[Row], on: Callable[[Row], Hardware] = machine
+) -> list[Row]:
     """Add predictions of larger batches from the acceptance that explains the smallest, where none
     is stated. `found` are the predictions of the rows.
     """
@@ -182,7 +192,7 @@ def carried(rows: list[Row], found: list[Row]) -> list[Row]:
         for row, one in series:
             if one is first or row["acceptance_length"] is not None or "needed_length" not in one:
                 continue
-            again = predict(row | {"acceptance_length": first["needed_length"]})
+            again = predict(row | {"acceptance_length": first["needed_length"]}, on)
             one |= again | {"acceptance_length": None, "carried": True}
     return found
 
@@ -192,10 +202,10 @@ def facts_of(row: Row) -> tuple[Any, ...]:
     return tuple(row[name] for name in SERIES)
 
 
-def predictions(name: str) -> list[Row]:
+def predictions(name: str, on: Callable[[Row], Hardware] = machine) -> list[Row]:
     """Return the predictions of all rows of a CSV file in docs/results, in its order."""
     rows = read_csv(RESULTS / f"{name}.csv")
-    return carried(rows, [predict(row) for row in rows])
+    return carried(rows, [predict(row, on) for row in rows], on)
 
 
 def scores(rows: list[Row]) -> list[Row]:
@@ -216,11 +226,6 @@ def scores(rows: list[Row]) -> list[Row]:
     order = {name: place for place, name in enumerate((*BATCHES, *CONTEXTS))}
     ordered = sorted(strata, key=lambda stratum: (stratum[0], order.get(stratum[1], 0)))
     return [{"by": by, "stratum": name} | score(strata[by, name]) for by, name in ordered]
-
-
-def band(value: int, bands: Mapping[str, range]) -> str:
-    """Return the name of the band that holds a value."""
-    return next(name for name, values in bands.items() if value in values)
 
 
 def score(rows: list[Row]) -> Row:
@@ -244,15 +249,68 @@ def score(rows: list[Row]) -> Row:
     }
 
 
+def judging_rows() -> Iterator[Row]:
+    """Yield the predicted rows of sources that were held back, with the predictions of the model
+    before it was changed, and of the bare roofline.
+    """
+    before = iter(read_csv(RESULTS / "skill-before.csv"))
+    for name in FILES:
+        rows, found = (
+            read_csv(RESULTS / f"{name}.csv"),
+            read_csv(RESULTS / f"{name}-predictions.csv"),
+        )
+        simple = predictions(name, bare)
+        for row, ours, theirs in zip(rows, found, simple, strict=True):
+            first = next(before)
+            assert (first["publisher"], first["measured"]) == (row["publisher"], row["speedup"])
+            if ours["predicted"] and is_held_back(row["publisher"]):
+                known = {"before": first["predicted"], "roofline": theirs["predicted"]}
+                yield ours | known | {"source": row["source"]}
+
+
+def shipped_errors(judging: list[Row]) -> Iterator[Row]:
+    """Yield the errors that predictions take their confidence from: of the rows that judge, of the
+    MagicDec paper's rows to which nothing was fitted, and of rounds on an H200 that were predicted
+    before.
+    """
+    rows = [row for row in read_table() if row not in fitted_rows()]
+    paper = [
+        Error(
+            Case(True, one.row.draft if one.row.draft == "self" else "model", one.row.batch_size),
+            "MagicDec paper",
+            -log1p(one.error),
+        )
+        for one in (compare(row, architecture) for row in rows)
+    ]
+    ours = [
+        Error(
+            Case(True, "self", row["batch"]), "H200", log(row["speedup"] / row["predicted_speedup"])
+        )
+        for row in read_csv(RESULTS / "gpu-rounds.csv")
+    ]
+    for error in (*errors_of(judging), *paper, *ours):
+        case = error.case
+        facts = {"calibrated": case.is_calibrated, "draft": case.draft, "batch": case.batch}
+        yield facts | {"source": error.source, "log_ratio": error.log_ratio}
+
+
 def main() -> None:
     """Predict all rows and render their pages."""
-    write_csv(RESULTS / "backtest-predictions.csv", predictions("backtest"))
-    refuting = predictions("refutation")
-    write_csv(RESULTS / "refutation-predictions.csv", refuting)
+    for name in FILES:
+        write_csv(RESULTS / f"{name}-predictions.csv", predictions(name))
+    refuting = read_csv(RESULTS / "refutation-predictions.csv")
     write_csv(
-        RESULTS / "refutation-scores.csv", scores([row for row in refuting if row.get("predicted")])
+        RESULTS / "refutation-scores.csv", scores([row for row in refuting if row["predicted"]])
     )
-    for page in ("backtest", "refutation"):
+    judging = list(judging_rows())
+    by_stratum = strata(judging)
+    write_csv(
+        RESULTS / "skill.csv",
+        [{"by": by, "stratum": name} | skill(rows) for (by, name), rows in by_stratum.items()],
+    )
+    write_csv(RESULTS / "skill-confidence.csv", [judged_confidence(judging)])
+    write_csv(TABLE, list(shipped_errors(judging)))
+    for page in (*FILES, "skill"):
         write(page)
 
 

@@ -31,6 +31,10 @@ class KernelCosts:
         """Return the factor of a kind of `work_of`; 1 where none was measured."""
         return self.times.get(kind, {}).get(work.get(kind, ""), 1.0)
 
+    def knows(self, work: Mapping[str, str]) -> bool:
+        """Return whether all of a draft's work was measured."""
+        return all(name in self.times.get(kind, {}) for kind, name in work.items())
+
     def remark(self, work: Mapping[str, str]) -> str | None:
         """Return what was measured of a draft's work and what was not; None where nothing needs
         it.

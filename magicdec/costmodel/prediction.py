@@ -11,7 +11,8 @@ from functools import cached_property
 from typing_extensions import override
 
 from magicdec.costmodel.acceptance import AlphaEstimate, Curves
-from magicdec.costmodel.memory_estimate import Memory, memory
+from magicdec.costmodel.confidence import Confidence, case_of, confidence
+from magicdec.costmodel.memory import Memory, memory
 from magicdec.costmodel.roofline import arithmetic_intensity
 from magicdec.costmodel.round import RoundTimes, Setup, round_times
 from magicdec.costmodel.speedup import batch_speedup, break_even_alpha, omega
@@ -107,6 +108,16 @@ class Prediction:
             else both_speedups(self.best.speedup, self.speedup_wall(self.best))
         )
 
+    @cached_property
+    def confidence(self) -> Confidence | None:
+        """Return how sure the speedup at the best gamma is; None without an alpha, or where no
+        errors of such predictions are known.
+        """
+        speedup = self.best.speedup
+        if speedup is None or self.setup.hardware.is_cpu:
+            return None
+        return confidence(case_of(self.setup), speedup)
+
     def speedup_wall(self, at: AtGamma) -> float | None:
         """Return the speedup of the whole batch at one of `by_gamma`; None without an alpha or
         tokens to generate.
@@ -138,6 +149,7 @@ class Prediction:
         milliseconds.
         """
         best, times, hardware = self.best, self.best.times, self.setup.hardware
+        sure = self.confidence
         cache, steps = self.setup.cache, times.steps(self.setup.cache)
         steps_per_selection = (
             1 if cache.selects == "step" else best.gamma * cache.rounds_per_selection
@@ -163,6 +175,9 @@ class Prediction:
             "ridge": hardware.device.flops / hardware.device.bandwidth,
             "calibration": hardware.note,
             "kernel_costs": self.setup.remark,
+            "speedup_low": sure.low if sure else None,
+            "speedup_high": sure.high if sure else None,
+            "pays": sure.pays if sure else None,
         }
         for step, time in steps.items():
             values |= {f"{step}/{part}_ms": 1e3 * value for part, value in time._asdict().items()}
@@ -243,8 +258,9 @@ def verdict(prediction: Prediction) -> str:
         estimate = prediction.estimate
         assert estimate is not None
         basis = "measured acceptance, predicted times; " if estimate.is_measured else ""
+        sure = f" ({prediction.confidence})" if prediction.confidence else ""
         text = (
-            f"this configuration is predicted to run at {prediction.speedups}, with gamma"
+            f"this configuration is predicted to run at {prediction.speedups}{sure}, with gamma"
             f" {best.gamma}: {where}, {_reason(best)}; {limit} ({basis}alpha {estimate.alpha:.2f}:"
             f" {estimate.source})"
         )
