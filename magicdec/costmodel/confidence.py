@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from typing_extensions import override
 
 from magicdec.costmodel.round import Setup
 
@@ -56,6 +57,7 @@ class Confidence(NamedTuple):
     high: float
     pays: float
 
+    @override
     def __str__(self) -> str:
         """Return both, for people."""
         sure = self.pays if self.pays >= PRIOR else 1 - self.pays
