@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from magicdec.costmodel.acceptance import AlphaEstimate, Curves
 from magicdec.costmodel.confidence import Confidence, case_of, confidence
-from magicdec.costmodel.memory import Memory, memory
+from magicdec.costmodel.memory_estimate import Memory, memory
 from magicdec.costmodel.roofline import arithmetic_intensity
 from magicdec.costmodel.round import RoundTimes, Setup, round_times
 from magicdec.costmodel.speedup import batch_speedup, break_even_alpha, omega

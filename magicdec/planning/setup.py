@@ -8,7 +8,7 @@ from magicdec.config.choices import DraftConfig
 from magicdec.config.registry import DRAFTS
 from magicdec.config.schema import Assumed
 from magicdec.costmodel.hardware import CPU, Hardware, configured, device_in, unknown
-from magicdec.costmodel.memory import Memory, memory
+from magicdec.costmodel.memory_estimate import Memory, memory
 from magicdec.costmodel.roofline import BF16
 from magicdec.costmodel.round import Setup
 from magicdec.costmodel.stacks import OWN_STACK

@@ -8,7 +8,7 @@ from render import read_csv
 
 from magicdec.costmodel.hardware import hardware_named
 from magicdec.costmodel.kernel_costs import KernelCosts
-from magicdec.costmodel.predict import predict, verdict
+from magicdec.costmodel.prediction import predict, verdict
 from magicdec.costmodel.round import Setup, round_times
 from magicdec.costmodel.targets import architecture
 from magicdec.drafts.self import SelfSpeculation

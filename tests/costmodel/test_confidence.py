@@ -6,7 +6,7 @@ import pytest
 
 from magicdec.costmodel.confidence import Case, Error, confidence
 from magicdec.costmodel.hardware import configured
-from magicdec.costmodel.predict import predict, verdict
+from magicdec.costmodel.prediction import predict, verdict
 
 CASE = Case(False, "eagle3", 8)
 

@@ -172,4 +172,4 @@ def test_a_calibration_in_the_configuration_is_taken_and_describes_this_software
     assert own.efficiency.layer_overhead_us == 20.0
     assert own.stack.name == "magicdec"
     with pytest.raises(UserError, match="stack=tgi"):
-        h.configured("h200", stack="tgi")
+        hardware.configured("h200", stack="tgi")
