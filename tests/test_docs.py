@@ -22,7 +22,8 @@ FIRST = [command for command in COMMANDS if command.page in ("README.md", "docs/
 # What the end of a run must print, by a word of its command; the first that fits counts.
 SAYS = {
     "scenario=predict": (
-        r"is predicted to run at [01]\.\d+x per row and [01]\.\d+x per batch \(pays, \d+%; [^)]*\), with gamma \d+: "
+        r"is predicted to run at [01]\.\d+x per row and [01]\.\d+x per batch"
+        r" \(pays, \d+%; [^)]*\), with gamma \d+: "
         r".* S\* is [\d,]+ \(measured .*; alpha 0\.\d\d: ",
         r" memory per GPU: [\d.]+ of 80 GiB ",
     ),
