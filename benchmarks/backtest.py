@@ -28,13 +28,13 @@ from magicdec.architectures.head_config import HeadConfig
 from magicdec.architectures.hugging_face import from_hugging_face
 from magicdec.architectures.model_config import ModelConfig
 from magicdec.config.choices import DraftConfig, ModelChoice
+from magicdec.config.omega import alpha_from_acceptance_length
 from magicdec.config.registry import DRAFTS, POLICIES
 from magicdec.config.schema import CONF
 from magicdec.costmodel.comparison import PERFECT
 from magicdec.costmodel.confidence import TABLE, Case, Error
 from magicdec.costmodel.hardware import Hardware, configured
 from magicdec.costmodel.round import Setup, round_times
-from magicdec.costmodel.speedup import alpha_from_acceptance_length
 from magicdec.costmodel.stacks import STACKS
 from magicdec.costmodel.tables import read_table
 from magicdec.costmodel.targets import architecture, option

@@ -21,6 +21,7 @@ from page import RESULTS
 from render import write_csv
 
 from magicdec.config.choices import ModelChoice
+from magicdec.config.omega import omega
 from magicdec.config.registry import DRAFTS, POLICIES
 from magicdec.config.schema import Efficiency
 from magicdec.costmodel.diagnosis import (
@@ -35,7 +36,6 @@ from magicdec.costmodel.diagnosis import (
 )
 from magicdec.costmodel.hardware import configured
 from magicdec.costmodel.round import Setup
-from magicdec.costmodel.speedup import omega
 from magicdec.costmodel.targets import architecture
 from magicdec.scenarios.diagnosed import cells_of
 from magicdec.scenarios.outside import MeasuredPoint, lines

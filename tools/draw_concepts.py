@@ -14,8 +14,8 @@ import torch
 from matplotlib.figure import Figure
 
 import magicdec
+from magicdec.config.omega import omega
 from magicdec.costmodel.prediction import Prediction
-from magicdec.costmodel.speedup import omega
 from magicdec.verification.accept import accept_sampled
 from magicdec.verification.sampling import Sampling
 

@@ -247,6 +247,11 @@ def _draft(config: Config) -> Iterator[str]:
     """Yield values that do not go together with this draft."""
     draft, ranks = config.draft, config.hardware.tensor_parallel
     yield from draft.mistakes()
+    if draft.acceptance is not None and not config.scenario.predicts:
+        yield (
+            f"draft.acceptance={draft.acceptance}: what others have measured is for"
+            " scenario=predict and scenario=plan; leave it null"
+        )
     if ranks > 1 and draft.gamma == "auto":  # each would choose by its own clock
         yield (
             f"draft.gamma=auto: goes with one rank only, not with hardware.tensor_parallel={ranks};"

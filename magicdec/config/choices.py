@@ -11,6 +11,8 @@ import platform
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass as plain_dataclass
 from dataclasses import fields
+from itertools import accumulate, pairwise
+from operator import mul
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -18,8 +20,9 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from magicdec.architectures.model_config import ModelConfig
+from magicdec.config.omega import alpha_from_acceptance_length
 from magicdec.errors import UserError
-from magicdec.inputs.rules import STRICT, Count, Share, must
+from magicdec.inputs.rules import STRICT, Count, Drawn, must
 
 # Round: once a round; step: in every draft step.
 Selects = Literal["never", "prefill", "round", "step"]
@@ -216,7 +219,8 @@ class DraftConfig:
     gamma: Annotated[
         Literal["auto"] | Annotated[int, Field(ge=0)], must("must be auto or at least 1")
     ] = 0
-    synthetic_acceptance: Share | None = None
+    synthetic_acceptance: Drawn | None = None
+    acceptance: str | None = None
     model: ModelChoice | None = None
     tensor_parallel: Count | None = None
     quantization: Literal["none", "int8", "int4"] = "none"
@@ -255,6 +259,37 @@ class DraftConfig:
     def described(cls, text: str, config: Mapping[str, Any]) -> str:
         """Return `label` or `title` for a stored group `draft`."""
         return text.format_map({**config, "model": (config.get("model") or {}).get("name")})
+
+    def drawn(self, gamma: int) -> tuple[float, ...] | None:
+        """Return the probability of each of gamma proposals to be accepted, given that those before
+        it in its round were; None where acceptance is measured.
+        """
+        given = self.synthetic_acceptance
+        if given is None:
+            return None
+        if isinstance(given, list):
+            pairs = pairwise([1.0, *given])
+            rates = [rate / before if before else 0.0 for before, rate in pairs]
+            return (*rates, *[0.0] * gamma)[:gamma]
+        alpha = given if given <= 1 else alpha_from_acceptance_length(given, gamma)
+        return (alpha,) * gamma
+
+    def drawn_length(self, gamma: int) -> float | None:
+        """Return the mean tokens per round that `drawn` gives; None where it is measured."""
+        rates = self.drawn(gamma)
+        return None if rates is None else 1 + sum(accumulate(rates, mul))
+
+    @property
+    def drawn_alpha(self) -> float | None:
+        """Return the alpha that yields as many tokens as what is drawn; None where acceptance is
+        measured.
+        """
+        given = self.synthetic_acceptance
+        if isinstance(given, float | int) and given <= 1:
+            return given
+        gamma = self.gamma if self.gamma != "auto" else 1
+        length = self.drawn_length(gamma)
+        return None if length is None else alpha_from_acceptance_length(length, gamma)
 
     @property
     def own_model(self) -> ModelConfig | None:
@@ -310,6 +345,7 @@ class DraftConfig:
         """Yield what is wrong with the values together."""
         if self.gamma == 0:
             yield f"draft.gamma=0: must be auto or at least 1 with draft={self.name}"
+        yield from self._mistakes_drawn()
         if self.needs_model and self.model is None:
             valid = (
                 f"draft.name={self.name} needs one; choose draft={self.name}"
@@ -321,6 +357,26 @@ class DraftConfig:
                 f"draft.quantization={self.quantization}: draft={self.name} has no weights; choose"
                 " none"
             )
+
+    def _mistakes_drawn(self) -> Iterator[str]:
+        """Yield what is wrong with `synthetic_acceptance`."""
+        given = self.synthetic_acceptance
+        if given is None or (not isinstance(given, list) and given <= 1):
+            return
+        key = f"draft.synthetic_acceptance={given}"
+        if self.gamma == "auto":
+            yield f"{key}: needs a fixed draft.gamma, not auto; or give one probability"
+        elif isinstance(given, list):
+            if len(given) < self.gamma:
+                yield f"{key}: needs a probability for each of draft.gamma={self.gamma} positions"
+            if any(later > earlier for earlier, later in pairwise(given)):
+                yield (
+                    f"{key}: must not rise: a position's is the share of rounds that accept it and"
+                    " all before it"
+                )
+        elif given > self.gamma + 1:
+            most = self.gamma + 1
+            yield f"{key}: a round of draft.gamma={self.gamma} yields at most {most} tokens"
 
     def check(self, target: ModelConfig) -> None:
         """Raise UserError where the values do not suit the target."""

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter
 
+from magicdec.config.omega import alpha_from_acceptance_length
 from magicdec.config.registry import DRAFTS, POLICIES
 from magicdec.config.schema import Config
 from magicdec.costmodel.round import Setup
-from magicdec.costmodel.speedup import alpha_from_acceptance_length
 from magicdec.costmodel.tables import PUBLISHED, read_table
 from magicdec.costmodel.targets import model_label
 from magicdec.errors import UserError

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from magicdec.config.omega import omega
 from magicdec.config.schema import Efficiency
 from magicdec.costmodel.acceptance import Curves
 from magicdec.costmodel.acceptance import published as published_points
 from magicdec.costmodel.prediction import predict, verdict
 from magicdec.costmodel.round import Setup, prefill_s, round_times
-from magicdec.costmodel.speedup import omega
 from magicdec.costmodel.tables import Row, first_version, read_table
 from magicdec.costmodel.targets import architecture
 

@@ -13,7 +13,7 @@ import yaml
 
 from magicdec.config.choices import CacheConfig, DraftConfig
 from magicdec.config.registry import DRAFTS, POLICIES
-from magicdec.costmodel.acceptance import Curves, is_same
+from magicdec.costmodel.acceptance import AlphaEstimate, Curves, is_same
 from magicdec.costmodel.prediction import GAMMAS, Prediction, predict
 from magicdec.costmodel.round import Setup, prefill_s
 from magicdec.costmodel.targets import is_own_path, option
@@ -76,7 +76,7 @@ def search(
     gammas: Sequence[int] = GAMMAS,
     latency_ms: float | None = None,
     generate_len: int = 0,
-    alpha: float | None = None,
+    alpha: float | AlphaEstimate | None = None,
 ) -> Ranking:
     """Rank configurations of `setup`'s target, machine and context.
 

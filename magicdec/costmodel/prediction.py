@@ -10,12 +10,13 @@ from functools import cached_property
 
 from typing_extensions import override
 
+from magicdec.config.omega import omega
 from magicdec.costmodel.acceptance import AlphaEstimate, Curves
 from magicdec.costmodel.confidence import Confidence, case_of, confidence
 from magicdec.costmodel.memory_estimate import Memory, memory
 from magicdec.costmodel.roofline import arithmetic_intensity
 from magicdec.costmodel.round import RoundTimes, Setup, round_times
-from magicdec.costmodel.speedup import batch_speedup, break_even_alpha, omega
+from magicdec.costmodel.speedup import batch_speedup, break_even_alpha
 from magicdec.errors import UserError
 from magicdec.units import GIB, both_speedups
 
@@ -192,7 +193,7 @@ class Prediction:
 def predict(
     setup: Setup,
     gammas: Sequence[int] = GAMMAS,
-    alpha: float | None = None,
+    alpha: float | AlphaEstimate | None = None,
     curves: Curves | None = None,
     generate_len: int = 0,
     batches: tuple[int, int] = BATCHES,
@@ -200,7 +201,7 @@ def predict(
     """Predict a configuration at each of `gammas`. `alpha` is given, or looked up in `curves`, or
     unknown.
     """
-    estimate = AlphaEstimate(alpha, "given") if alpha is not None else None
+    estimate = AlphaEstimate(alpha, "given") if isinstance(alpha, float | int) else alpha
     if estimate is None and curves is not None:
         estimate = curves.estimate(setup, generate_len)
     given = estimate.alpha if estimate else None

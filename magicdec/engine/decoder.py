@@ -60,21 +60,24 @@ class Decoder:
         state: State,
         sampling: Sampling | RowSampling,
         graphs: bool = False,
-        synthetic_acceptance: float | None = None,
+        drawn: tuple[float, ...] | None = None,
         gammas: tuple[int, ...] = (),
     ):
-        """Set up. `gammas` are those to choose among while decoding; without any, every round
+        """Set up. `drawn` has the probabilities by position to accept with, instead of comparing
+        tokens. `gammas` are those to choose among while decoding; without any, every round
         proposes draft.gamma.
         """
         self.target, self.cache = target, cache
         self.state, self.sampling = state, sampling
-        self.synthetic_acceptance, self.gammas = synthetic_acceptance, gammas
+        self.gammas = gammas
         # A draft that is given the target's hidden states in the prefill.
         self.listener: Draft | None = None
         # The draft that goes with the state: only its rounds may run.
         self.prefilled: Draft | None = None
         self.is_simulated = False
         self.device = cache.seqlens_B.device
+        # On the device from the beginning, so that rounds can be captured.
+        self.drawn_G = None if drawn is None else torch.tensor(drawn, device=self.device)
         self.captures = Captures(self.device) if graphs and self.device.type == "cuda" else None
         if target.is_compiled:  # tens of small operators each
             compile_parts(state, "inspect", "commit")
@@ -195,13 +198,10 @@ class Decoder:
     def accept(self, proposal: Proposal, logits_BTV: Tensor) -> Verdict:
         """Decide by the rule that keeps this sampling lossless, or draw a synthetic outcome."""
         positions_BT = self.state.next_positions_BT(logits_BTV.shape[1])
-        if self.synthetic_acceptance is not None:
+        if self.drawn_G is not None:
+            drawn_G = self.drawn_G[: proposal.tokens_BG.shape[1]]
             return accept_synthetic(
-                proposal.tokens_BG,
-                logits_BTV,
-                positions_BT,
-                self.synthetic_acceptance,
-                self.sampling,
+                proposal.tokens_BG, logits_BTV, positions_BT, drawn_G, self.sampling
             )
         if self.sampling.greedy:
             return accept_greedy(proposal.tokens_BG, logits_BTV)

@@ -106,10 +106,10 @@ class NativeEngine:
             cache = KVCache(
                 self.target.config, rows, state.max_len + self.slack, self.target.dtype, device
             )
-        synthetic = self.draft.synthetic_acceptance
+        drawn = self.draft.drawn(max(self.draft.gammas(self.cache)))
         gammas = self.draft.gammas(self.cache) if self.draft.gamma == "auto" else ()
         decoder = Decoder(
-            self.target, cache, state, sampling, self.hardware.captures, synthetic, gammas
+            self.target, cache, state, sampling, self.hardware.captures, drawn, gammas
         )
         draft = self.draft_for(decoder) if self.draft.name != "none" else None
         decoder.listener = draft if self.draft.listens else None

@@ -97,6 +97,11 @@ class must:
 Count = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(gt=0, le=1), must("must be above 0 and at most 1")]
 Share = Annotated[float, Field(ge=0, le=1), must("must be between 0 and 1")]
+# A probability, a mean number of tokens a round, or probabilities by position.
+Drawn = Annotated[
+    Annotated[float, Field(ge=0)] | Annotated[list[Share], Field(min_length=1)],
+    must("must be a probability, a mean length above 1, or a list of probabilities by position"),
+]
 Counts = Annotated[list[Count], must("must hold numbers of at least 1")]
 
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from magicdec.costmodel.speedup import alpha_of_rounds
+from magicdec.config.omega import alpha_of_rounds
 
 LEVEL = 0.95
 MIN_ROWS, MIN_REPEATS = 4, 3  # with fewer there is no interval

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from magicdec.costmodel.speedup import alpha_of_rounds
+from magicdec.config.omega import alpha_of_rounds
 from magicdec.decoding.state import INACTIVE
 from magicdec.engine.decoder import Generation
 from magicdec.measure.intervals import acceptance_intervals, speedup_intervals

@@ -9,8 +9,8 @@ from itertools import zip_longest
 from typing import ClassVar
 
 from magicdec.config.choices import CacheConfig, DraftConfig, EngineConfig
+from magicdec.config.omega import alpha_from_acceptance_length
 from magicdec.config.schema import Config, HardwareConfig, SamplingConfig
-from magicdec.costmodel.speedup import alpha_from_acceptance_length
 from magicdec.measure.metrics import Metrics, RowTimes
 
 

@@ -9,7 +9,6 @@ from typing_extensions import override
 from magicdec.architectures.head_config import HeadConfig
 from magicdec.config.registry import ENGINES
 from magicdec.config.schema import Config
-from magicdec.costmodel.speedup import omega
 from magicdec.drafts.ngram import PromptLookup
 from magicdec.errors import UserError
 from magicdec.inputs.rules import STRICT
@@ -132,9 +131,10 @@ class VllmPeer(WorkerPeer, StartedServer):
         drafts: dict[str, Any] = {"method": method, "num_speculative_tokens": spec.gamma}
         if method == "ngram" and isinstance(spec.draft, PromptLookup):
             drafts |= {"prompt_lookup_max": spec.draft.max_ngram, "prompt_lookup_min": 1}
-        if (alpha := spec.draft.synthetic_acceptance) is not None:
+        length = spec.draft.drawn_length(spec.gamma)
+        if length is not None:
             drafts["rejection_sample_method"] = "synthetic"
-            drafts["synthetic_acceptance_length"] = omega(spec.gamma, alpha)
+            drafts["synthetic_acceptance_length"] = length
         if spec.draft_folder is not None:
             drafts["model"] = spec.draft_folder
         return options | {"speculative_config": drafts}

@@ -3,12 +3,13 @@
 from dataclasses import fields
 
 from magicdec.config.choices import CacheConfig, DraftConfig, ModelChoice
+from magicdec.config.omega import alpha_from_acceptance_length
 from magicdec.config.options import values_of
 from magicdec.config.registry import CORPORA, DRAFTS, POLICIES
 from magicdec.config.schema import Assumed, Config
 from magicdec.costmodel import acceptance, comparison
-from magicdec.costmodel.acceptance import Curves
-from magicdec.costmodel.speedup import alpha_from_acceptance_length
+from magicdec.costmodel.acceptance import AlphaEstimate, Curves
+from magicdec.costmodel.head_lengths import published_alpha
 from magicdec.costmodel.targets import architecture
 from magicdec.errors import UserError
 from magicdec.planning.resolved import Plan
@@ -59,15 +60,18 @@ def warning(plan: Plan) -> str | None:
         return None
     # Runs in the store would take long to read.
     rates = Curves(acceptance.published(), acceptance.task_of(config))
-    return comparison.warning(setup, config.gammas, rates, config.draft.synthetic_acceptance)
+    return comparison.warning(setup, config.gammas, rates, config.draft.drawn_alpha)
 
 
-def assumed_alpha(config: Config, scenario: Assumed) -> float | None:
-    """Return the alpha that a prediction assumes: given, reported by an engine, or drawn; None to
-    look it up.
+def assumed_alpha(config: Config, scenario: Assumed) -> AlphaEstimate | None:
+    """Return the alpha that a prediction assumes: given, reported by an engine, published of a
+    head, or drawn; None to look it up.
     """
-    if scenario.alpha is not None:
-        return scenario.alpha
-    if scenario.length is not None and scenario.acceptance_gamma is not None:
-        return alpha_from_acceptance_length(scenario.length, scenario.acceptance_gamma)
-    return config.draft.synthetic_acceptance
+    alpha = scenario.alpha
+    if alpha is None and scenario.length is not None and scenario.acceptance_gamma is not None:
+        alpha = alpha_from_acceptance_length(scenario.length, scenario.acceptance_gamma)
+    if alpha is None and config.draft.acceptance is not None:
+        return published_alpha(config.draft.acceptance)
+    if alpha is None:
+        alpha = config.draft.drawn_alpha
+    return None if alpha is None else AlphaEstimate(alpha, "given")

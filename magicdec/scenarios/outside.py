@@ -19,9 +19,9 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from magicdec.config.load import to_dict
+from magicdec.config.omega import alpha_from_acceptance_length
 from magicdec.config.schema import Config, Profile
 from magicdec.costmodel.diagnosis import Diagnosis
-from magicdec.costmodel.speedup import alpha_from_acceptance_length
 from magicdec.errors import UserError, to_stderr
 from magicdec.measure.metrics import Metrics
 from magicdec.peers.base import Servable

@@ -113,7 +113,7 @@ def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
     text = experiment_yaml(best, command)
     view: list[RenderableType] = [_view(ranking)]
     if alpha is not None:
-        view.append(_by_alpha(setup, scenario, alpha))
+        view.append(_by_alpha(setup, scenario, alpha.alpha))
     served = _served(best, workload)
     view.append(_verdict(served))
     if scenario.save_as is not None:

@@ -72,15 +72,15 @@ def accept_synthetic(
     proposed_BG: Tensor,
     logits_BTV: Tensor,
     positions_BT: Tensor,
-    alpha: float,
+    alpha_G: Tensor,
     sampling: Sampling | RowSampling,
 ) -> Verdict:
-    """Draw the outcome instead: each proposal holds with probability `alpha`, given that all before
-    it did.
+    """Draw the outcome instead: each proposal holds with its probability in `alpha_G`, given that
+    all before it did.
 
     For timing without a trained draft; the bonus is the target's argmax.
     """
-    num_accepted_B = _leading(uniform_BT(sampling, positions_BT, Use.ACCEPT)[:, :-1] < alpha)
+    num_accepted_B = _leading(uniform_BT(sampling, positions_BT, Use.ACCEPT)[:, :-1] < alpha_G)
     best_BT = logits_BTV.argmax(-1)
     return Verdict(
         num_accepted_B, _with_bonus(proposed_BG, num_accepted_B, _at(best_BT, num_accepted_B))

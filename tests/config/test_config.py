@@ -277,7 +277,7 @@ RULES = {
     ),
     "must be above cache.num_sink=4": "cache.budget=4 | cache.budget=-1",
     "must be below cache.budget=256": "draft.gamma=256",
-    "must be between 0 and 1": "draft.synthetic_acceptance=1.5",
+    "must be a probability, a mean length above 1": "draft.synthetic_acceptance=-0.5",
     "must be from 1e-30 to 1": "sampling.top_p=0.0 | sampling.top_p=1.01",
     "must be 0 (greedy) or from 0.0001 to 10,000": (
         "sampling.temperature=-0.5 | sampling.temperature=nan | sampling.temperature=1e-40"

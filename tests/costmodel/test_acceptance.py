@@ -227,7 +227,7 @@ def test_the_papers_acceptances():
 
 
 def test_what_the_paper_states_is_what_its_tables_imply():
-    from magicdec.costmodel.speedup import alpha_from_acceptance_length
+    from magicdec.config.omega import alpha_from_acceptance_length
     from magicdec.costmodel.tables import read_table
 
     for row in read_table():

@@ -6,6 +6,7 @@ from itertools import product
 import numpy as np
 import pytest
 
+from magicdec.config.omega import omega
 from magicdec.costmodel.bounded_fit import fit_bounded
 from magicdec.costmodel.diagnosis import (
     ACCEPTANCE,
@@ -18,7 +19,6 @@ from magicdec.costmodel.diagnosis import (
     Limit,
     diagnose,
 )
-from magicdec.costmodel.speedup import omega
 from magicdec.errors import UserError
 
 OVERHEAD, SLOW, TOKENS = 1e-3, 1.4, 100

@@ -11,7 +11,8 @@ import torch
 
 from magicdec.cache.verify_guided import VerifyGuidedCache
 from magicdec.config import choices
-from magicdec.costmodel.speedup import omega, speedup
+from magicdec.config.omega import omega
+from magicdec.costmodel.speedup import speedup
 from magicdec.decoding import timers
 from magicdec.decoding.state import State
 from magicdec.engine.adaptive import AdaptiveCycle, YieldEstimate

@@ -44,7 +44,7 @@ MISTAKES = (
         "data=random",
         "target.path=/nowhere",
         "data.task=x",
-        "draft.synthetic_acceptance=2",
+        "draft.synthetic_acceptance=9",
         "batch.size=two",
     ),
     *(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from magicdec.costmodel.speedup import omega
+from magicdec.config.omega import omega
 from magicdec.measure import intervals
 from magicdec.measure.intervals import acceptance_intervals, speedup_intervals
 from tests.programs import ROOT

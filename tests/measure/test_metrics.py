@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from magicdec.config.omega import omega
 from magicdec.config.registry import DRAFTS
-from magicdec.costmodel.speedup import omega
 from magicdec.engine.decoder import Generation
 from magicdec.measure import metrics
 from magicdec.measure.intervals import acceptance_intervals

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from magicdec.costmodel.speedup import omega
+from magicdec.config.omega import omega
 from magicdec.errors import UserError
 from tests.pixels import coloured, ink
 from tests.runs import outcome, shown

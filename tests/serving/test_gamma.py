@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from magicdec.costmodel.speedup import omega
+from magicdec.config.omega import omega
 from magicdec.serving.gamma import Chooser
 from magicdec.serving.request import Params, Request
 from magicdec.serving.scheduler import Scheduler

@@ -12,7 +12,7 @@ from pathlib import Path
 import yaml
 
 from magicdec import __version__
-from magicdec.costmodel.speedup import omega
+from magicdec.config.omega import omega
 from magicdec.units import WAYS
 from tests.tracking.sample import CONFIG
 

@@ -5,6 +5,7 @@ writes.
 import pytest
 import torch
 
+from magicdec.config.choices import DraftConfig
 from magicdec.verification import sampling as ours
 from magicdec.verification.accept import accept_greedy, accept_sampled, accept_synthetic
 from magicdec.verification.sampling import (
@@ -85,11 +86,37 @@ def test_output_is_distributed_as_the_targets(one_hot, truncation):
 def test_synthetic_acceptance_is_alpha():
     proposed, logits = torch.zeros(4000, 4, dtype=torch.int64), torch.randn(4000, 5, V)
     verdict = accept_synthetic(
-        proposed, logits, torch.arange(5).expand(4000, 5), 0.7, Sampling(seed=1)
+        proposed, logits, torch.arange(5).expand(4000, 5), torch.full((4,), 0.7), Sampling(seed=1)
     )
     accepted = verdict.num_accepted_B.double()
     assert abs(float((accepted >= 1).double().mean()) - 0.7) < 0.03
     assert abs(float((accepted >= 2).double().mean()) - 0.49) < 0.03
+
+
+def test_synthetic_acceptance_by_position_is_what_was_asked_for():
+    """A list has the share of rounds that accept a position and all before it."""
+    shares, rows = [0.9, 0.5, 0.45, 0.1], 20_000
+    drawn_G = torch.tensor(DraftConfig(gamma=4, synthetic_acceptance=shares).drawn(4))
+    proposed, logits = torch.zeros(rows, 4, dtype=torch.int64), torch.randn(1, 5, V)
+    positions = torch.arange(5).expand(rows, 5)
+    verdict = accept_synthetic(
+        proposed, logits.expand(rows, 5, V), positions, drawn_G, Sampling(seed=2)
+    )
+    for position, share in enumerate(shares):
+        measured = float((verdict.num_accepted_B > position).double().mean())
+        assert measured == pytest.approx(share, abs=4 * (0.25 / rows) ** 0.5)
+
+
+def test_a_synthetic_mean_length_is_realised():
+    """As vLLM's synthetic mode states it: 3.24 tokens a round of 4 proposals."""
+    rows, draft = 100_000, DraftConfig(gamma=4, synthetic_acceptance=3.24)
+    assert draft.drawn_length(4) == pytest.approx(3.24)
+    proposed, logits = torch.zeros(rows, 4, dtype=torch.int64), torch.randn(1, 5, V)
+    positions = torch.arange(5).expand(rows, 5)
+    verdict = accept_synthetic(
+        proposed, logits.expand(rows, 5, V), positions, torch.tensor(draft.drawn(4)), Sampling()
+    )
+    assert float(verdict.num_accepted_B.double().mean()) + 1 == pytest.approx(3.24, abs=0.02)
 
 
 def test_the_generator_is_splitmix64():
