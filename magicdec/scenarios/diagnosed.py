@@ -140,7 +140,7 @@ def diagnosis_of(
     """
     config = plan.config
     expected = length_at(config.settings(Profile).expected_alpha)
-    drawn = config.draft.synthetic_acceptance if config.engine.name == "native" else None
+    drawn = config.draft.drawn_alpha if config.engine.name == "native" else None
     length_of = expected if drawn is None else length_at(drawn)
     cells = cells_of(lines, setup, length_of, expected, knows_draft)
     return diagnose(cells, config.batch.generate_len) if cells else None

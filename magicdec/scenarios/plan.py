@@ -96,7 +96,8 @@ def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
     if _is_of_own_draft(config):
         setup = setup.at(draft=config.draft, cache=config.cache)
     if scenario.schedule is not None:
-        schedule = predicted_schedule(setup, scenario, alpha, acceptances, workload.generate_len)
+        given = None if alpha is None else alpha.alpha
+        schedule = predicted_schedule(setup, scenario, given, acceptances, workload.generate_len)
         return outcome(schedule, setup, scenario, command)
     ranking = search(
         setup,
