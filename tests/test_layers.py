@@ -113,5 +113,4 @@ def test_what_measures_imports_neither_predictions_nor_what_reads_configurations
     others = {f"magicdec.{name}" for name in others}
     assert others <= FILES.keys()
     assert imported & others == set()
-    # The arithmetic of acceptance, and nothing that predicts.
-    assert {name for name in imported if "costmodel" in name} == {"magicdec.costmodel.speedup"}
+    assert [name for name in imported if "costmodel" in name] == []
