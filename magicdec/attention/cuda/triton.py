@@ -30,6 +30,7 @@ from magicdec.kernels.toolchain import triton_obstacle
 HEAD_DIMS = (64, 80, 96, 128)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_SCORED = 256  # tokens of each row
+THREE_PROGRAMS = 168  # registers of a thread, with which as many of 4 warps fit
 MIN_TILE, MAX_TILE = 16, 128  # query rows of a program: what tensor cores take, what registers hold
 
 
@@ -244,12 +245,12 @@ class Variant:
         has few for fp32.
         """
         few_registers = self.scored or (self.dtype == torch.float32 and grid.gpu().capability < 90)
-        return 32 if few_registers or self.shallow else 64
+        return 32 if few_registers else 64
 
     @property
     def shallow(self) -> bool:
-        """Return whether blocks are short, so that three programs fit into the shared memory of an
-        H100.
+        """Return whether few blocks are in flight, so that three programs fit into the registers of
+        an H100 and the shared memory of others. Shorter blocks would have more barriers.
         """
         return self.tile == 32 and self.dtype != torch.float32 and not self.scored
 
@@ -262,12 +263,11 @@ class Variant:
         few = numbers <= (8192 if grid.reads_shared() else 4096)
         if self.dtype == torch.float32:
             few = self.tile == MIN_TILE
-        stages_of_half = 5 if self.shallow else 3
         return {
             "num_warps": 4 if few else 8,
-            "num_stages": 2 if self.dtype == torch.float32 else stages_of_half,
+            "num_stages": 2 if self.dtype == torch.float32 or self.shallow else 3,
             "enable_fp_fusion": True,
-        }
+        } | ({"maxnreg": THREE_PROGRAMS} if self.shallow else {})
 
     def constants(self, split: bool) -> dict[str, int | bool]:
         """The kernel's constants."""
