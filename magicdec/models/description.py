@@ -94,7 +94,11 @@ def describe(plain: OBJECT, name: str, implementation: str = "auto") -> ModelCon
         except Unsupported:
             if implementation == "native":
                 raise
-    # Importing transformers takes seconds, and our own transformer does not need it.
+    # Importing transformers takes seconds, and our own transformer does not need it. An old one
+    # lacks what the other modules import.
+    from magicdec.models.adapter.transformers_library import check_version
+
+    check_version()
     from magicdec.models.adapter.facts import describe as describe_modules
 
     return describe_modules(plain, name)
