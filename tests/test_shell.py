@@ -55,4 +55,4 @@ def test_no_other_module_quotes_for_a_shell():
         for path in (ROOT / "magicdec").rglob("*.py")
         if re.search(r"\bshlex\b", path.read_text())
     ]
-    assert [path.name for path in users] == ["commands.py"]
+    assert [path.name for path in users] == ["shell.py"]
