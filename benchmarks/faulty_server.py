@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -148,7 +149,13 @@ def _sent(
     server: Simulated, way: str, gamma: int, batch: int, context: int, tokens: int
 ) -> Burst | None:
     clock = Clock()
-    answer.perf_counter = requests.perf_counter = clock  # type: ignore[attr-defined]
+    with patch.object(answer, "perf_counter", clock), patch.object(requests, "perf_counter", clock):
+        return _sent_by(clock, server, way, gamma, batch, context, tokens)
+
+
+def _sent_by(
+    clock: Clock, server: Simulated, way: str, gamma: int, batch: int, context: int, tokens: int
+) -> Burst | None:
     alpha = server.alpha * (1 - server.faults.lost)
     slots: Any = Slots(server, way, gamma, batch, clock, alpha)
     scheduler = Scheduler(slots, way != "autoregressive")

@@ -250,7 +250,7 @@ MISTAKES = [
     (lambda at: (at / "config.json").unlink(), "{0}/config.json cannot be read (No such file"),
     (
         lambda at: change_config(at, quantization_config={"quant_method": "awq"}),
-        "quantized checkpoints are not supp",
+        "quantized checkpoints (awq) are not supp",
     ),
     (lambda at: change_config(at, vocab_size=100), SHAPES),
     (lambda at: change_config(at, num_hidden_layers=2), "9 tensors have no place"),
