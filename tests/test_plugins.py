@@ -105,7 +105,7 @@ def test_an_installed_package_runs_in_a_sweep_and_is_reported(launched):
     assert all("+" in one["source"] for one in results), "the plugin's source counts"
     assert [one["config"]["cache"]["recent"] for one in results] == [16, 16]
     shown, _ = launched(
-        "-m", "magicdec.report", "runs", "--columns", "draft.name,cache.policy,alpha"
+        "-m", "magicdec", "report", "runs", "--columns", "draft.name,cache.policy,alpha"
     )
     assert "strided" in shown
     assert "echo" in shown
