@@ -83,7 +83,8 @@ def _steps(bench: Bench, batch: int, context: int, budget: int, gamma: int) -> R
     opened = bench.open(batch, context, budget, gamma, 0.8)
     times = profile_round(opened, bench.sizes.repeats)
     opened.close()
-    plan, weights = bench.large(batch, context, budget, gamma), engine.target.step_weight_bytes
+    plan = bench.large(batch, context, budget, gamma)
+    weights = engine.target.step_weight_bytes(batch)
     kv = memory_use.kv_bytes(engine.target.config, batch * context, bench.dtype)
     draft_kv = memory_use.kv_bytes(engine.target.config, batch * min(budget, context), bench.dtype)
     moved = {"target_decode": weights + kv, "verify": weights + kv, "draft": weights + draft_kv}

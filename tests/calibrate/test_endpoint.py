@@ -61,7 +61,8 @@ def test_the_points_are_those_of_the_chunks(monkeypatch, capsys):
         (2, 64),
     ]
     for row in found.rows:
-        assert 19 < row.autoregressive_ms < 80, "never early, and late on a busy machine"
+        # A chunk that is late makes the next ones early; all are late on a busy machine.
+        assert 17 < row.autoregressive_ms < 80
         assert row.context_len == pytest.approx(row.prompt_len + 6, abs=2)
     assert [row.prefill_ms for row in found.rows[2:]] == [None, None], (
         "of several users it includes waiting"

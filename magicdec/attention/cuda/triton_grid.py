@@ -13,7 +13,7 @@ from torch import Tensor
 LOG2_E = 1.4426950408889634
 MIN_SPLIT = 128  # slots
 MAX_SPLITS = 64
-MAX_WAVES = 4  # of programs that are made by splitting: partial results take memory
+MAX_WAVES = 5  # of programs that are made by splitting: partial results take memory
 # Slots that a program reads in the time that merging splits takes, another launch included.
 MERGE = 512
 START = 128  # slots' worth of time that a program takes to fill its pipeline and to write its part
