@@ -116,7 +116,7 @@ class Thresholds:
 
 @dataclass(frozen=True)
 class Engine:
-    """What the times of an engine's passes say about it."""
+    """The findings about an engine from the times of its passes."""
 
     overhead_s: float  # of a pass
     of_bytes: float  # its time over the limit by bytes
@@ -157,7 +157,7 @@ class Engine:
 
 @dataclass(frozen=True)
 class Loss:
-    """What one cause costs: at the cell that it costs most."""
+    """The loss by one cause, at the cell where it is largest."""
 
     cause: str
     cell: CellSteps
@@ -280,7 +280,7 @@ def _loss(cause: str, cell: CellSteps, seconds: float, tokens: float) -> Loss:
 
 
 class _Late(NamedTuple):
-    """What draft steps take beyond what they should."""
+    """The time of draft steps beyond their limit."""
 
     seconds: float = 0.0  # of a draft that is no model
     ratio: float = 0.0  # of one that is, over what it should take

@@ -33,7 +33,7 @@ NONE = Counts()
 
 
 class Burst(NamedTuple):
-    """What the answers of a burst say of the server."""
+    """The step times and counts of one burst of requests."""
 
     first_ms: float  # to the first token, the fastest
     # Of a round: the mean over each part of the window. A client that is late for one chunk has the

@@ -68,7 +68,7 @@ class Started(NamedTuple):
 
 
 class MeasuredPoint(NamedTuple):
-    """What is measured at once: a way and a gamma at a batch and a context."""
+    """A point of the grid: a way and a gamma at a batch and a context."""
 
     way: str
     gamma: int

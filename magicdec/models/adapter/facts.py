@@ -30,7 +30,7 @@ TOKENS = 2  # of the pass that is recorded
 
 @dataclass(frozen=True)
 class LayerFacts:
-    """What one layer's attention was given."""
+    """The arguments that one layer's attention was given."""
 
     num_heads: int
     num_kv_heads: int
