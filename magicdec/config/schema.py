@@ -208,6 +208,7 @@ class Profile(Needs):
     context_lens: SomeCounts
     gammas: SomeCounts
     expected_alpha: Share | None = None
+    forward: str | None = None
 
     @override
     def largest(self, batch: BatchConfig) -> tuple[int, int]:

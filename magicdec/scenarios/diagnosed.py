@@ -170,6 +170,8 @@ def view(lines: Sequence[Line], found: Diagnosis | None, tokens: int) -> Rendera
     signs = {"target_decode": "T_T", "verify": "T_V", "draft": "T_D"}
     present = [name for name in signs if any(f"limit/{name}_ms" in line for line in lines)]
     columns = [f"{signs[name]}, ms (x limit)" for name in present]
+    forward = [name for name in signs if any(f"forward/{name}_ms" in line for line in lines)]
+    columns += [f"{signs[name]} of the model alone, ms" for name in forward]
     table = new_table("batch", "context", "gamma", *columns, "round, ms", num_words=0)
     for line in lines:
         table.add_row(
@@ -177,6 +179,7 @@ def view(lines: Sequence[Line], found: Diagnosis | None, tokens: int) -> Rendera
             f"{line['context_len']:,}",
             str(line.get("gamma", "")),
             *(_next_to_limit(line, name) for name in present),
+            *(three_digits(line.get(f"forward/{name}_ms")) for name in forward),
             three_digits(line.get("time/round_ms")),
         )
     parts: list[RenderableType] = [table]

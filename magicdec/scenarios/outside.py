@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from math import hypot
+from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple, cast
 
@@ -28,6 +29,7 @@ from magicdec.peers.base import Servable
 from magicdec.peers.endpoint import Endpoint
 from magicdec.peers.openai import is_loopback
 from magicdec.peers.steady import LONGER, MIN_ROUNDS, Burst, steady
+from magicdec.peers.vllm_forward import read_forward, with_forward
 from magicdec.planning import build
 from magicdec.planning.resolve import resolve
 from magicdec.planning.resolved import Plan
@@ -80,12 +82,14 @@ def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
     """Time every point of scenario.batch_sizes x context_lens x gammas; a point is a line of the
     history.
     """
+    forward_file = plan.config.settings(Profile).forward
+    forward_times = read_forward(Path(forward_file)) if forward_file else []
     work = Bursts(plan, run, progress, build.tokenizer(plan))
     urls = getattr(plan.config.engine, "urls", {}).values()
     setup = setup_of_profile(plan, all(map(is_loopback, urls)))  # before a server is busy
     asyncio.run(work.measure_all())
     metrics: Metrics = {"device": plan.device_name, "engine/served": work.served, **plan.sources}
-    history, found = work.history, None
+    history, found = with_forward(work.history, forward_times), None
     if setup is not None:
         history = with_limits(history, setup, plan.config.speculates)
         found = diagnosis_of(history, setup, plan, plan.config.speculates)

@@ -1,5 +1,6 @@
 """scenario=profile of servers: stand-ins with known times, and our own server's settings."""
 
+import json
 from contextlib import ExitStack
 
 import pytest
@@ -53,6 +54,18 @@ def test_the_parts_of_a_round_are_those_of_the_servers(tmp_path, capsys):
         low, high = line["time/target_decode_ms_ci95"]
         assert low <= step <= high
     assert "in which all requests of a burst decode" in " ".join(capsys.readouterr().out.split())
+
+
+def test_times_of_the_model_alone_stand_next_to_those_of_a_server(tmp_path, capsys):
+    """As `vllm bench forward` measures them: without what a server does around a step."""
+    request = {"query_len": 1, "kv_len": 44, "num_draft_tokens": 0, "chunked": False}
+    case = {"case": "decode", "requests": [request], "median_us": 12345.0, "ranks": [{}]}
+    (tmp_path / "forward.json").write_text(json.dumps([case]))
+    with standing_in(per_chunk=1, chunk_s=STEP_S) as (_, url):
+        forward = f"scenario.forward={tmp_path / 'forward.json'}"
+        _, history = profiled(tmp_path, f"engine.url={url}", "scenario.gammas=[2]", forward)
+    assert [line.get("forward/target_decode_ms") for line in history] == [12.345, None]
+    assert "12.3" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
