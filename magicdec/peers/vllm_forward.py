@@ -36,7 +36,7 @@ def read_forward(path: Path) -> list[ForwardTime]:
     """
     try:
         cases = json.loads(path.read_text())
-        times = [time for case in cases if (time := _forward_time(case))]
+        times = list(filter(None, map(_forward_time, cases)))
     except OSError as error:
         raise UserError(f"scenario.forward={path}: {error.strerror}") from None
     except (ValueError, TypeError, KeyError, IndexError, AttributeError):
