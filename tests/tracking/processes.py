@@ -9,6 +9,7 @@ import os
 import sys
 from pathlib import Path
 
+from magicdec.kernels import library
 from tests.programs import ROOT, Program
 
 # Arguments: the store, the mode, the number of attempts, the run's id.
@@ -41,6 +42,13 @@ wandb._log_tables = kill
 
 
 def start(*arguments, home, cwd=ROOT, **environment):
+    """Start a program whose user has nothing in `home` but our compiled kernels: compiling them
+    again takes longer than all tests of W&B.
+    """
+    kernels = Path(home, ".cache", "magicdec")
+    if not kernels.exists():
+        kernels.parent.mkdir(parents=True, exist_ok=True)
+        kernels.symlink_to(library.path().parent, target_is_directory=True)
     env = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
     env |= {"HOME": str(home), "NETRC": str(home / "netrc"), "PYTHONPATH": str(ROOT)}
     # For `wandb agent`, which starts python.
