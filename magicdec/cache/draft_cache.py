@@ -4,7 +4,7 @@ A policy decides which KV entries a draft keeps. To add one, subclass DraftCache
 like the policy (docs/adding-a-policy.md).
 """
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from typing import ClassVar, Self
 
 import torch
@@ -17,7 +17,7 @@ from magicdec.config.choices import CacheConfig, CacheSpec
 from magicdec.models.kv_cache import KVCache
 
 
-class DraftCache(KVCache):
+class DraftCache(KVCache, ABC):
     """A cache with `length_B` committed tokens (int32) and, in its last valid slots, the proposals
     of this round.
     """

@@ -7,11 +7,13 @@ Every key carries its token's number, so that a test can read from a cache which
 import cmath
 from dataclasses import replace
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from magicdec.architectures.model_config import ModelConfig
+from magicdec.cache.compact import CompactCache
 from magicdec.cache.streaming import Streaming, StreamingCache
 from magicdec.cache.window import WindowCache
 from magicdec.config.choices import CacheSpec
@@ -171,3 +173,12 @@ def test_sinks_move_along_with_the_window(num_sink, prompts, chunk, rounds):
         check(cache)
         lengths = append(cache, 4, counts)
     check(cache)
+
+
+@pytest.mark.parametrize("missing", ["fixed_slots", "select"])
+def test_a_policy_that_lacks_a_method_says_which(missing):
+    methods = {name: lambda *_: 0 for name in ("fixed_slots", "select") if name != missing}
+    unfinished = type("Unfinished", (CompactCache,), methods)
+    spec = CacheSpec(Streaming(budget=8), 1, 16)
+    with pytest.raises(TypeError, match=rf"abstract method '?{missing}\b"):
+        unfinished.build(spec, CONFIG, ROWS, torch.float32, "cpu", None)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from magicdec.architectures.model_config import ModelConfig
 from magicdec.attention.sdpa import SdpaAttention
 from magicdec.cache.dynamic import DynamicCache
+from magicdec.cache.observed import ObservedCache
 from magicdec.cache.quest import Quest, QuestCache
 from magicdec.cache.topk import TopK, TopKCache
 from magicdec.cache.verify_guided import VerifyGuided, VerifyGuidedCache
@@ -159,6 +160,19 @@ def test_verify_guided(budget, gamma, lengths, seed, window, counts):
             recent = range(max(0, lengths[row] - cache.window), lengths[row])
             assert set(read(choose(cache, 1, q), row, head)) == {*top, *recent}
         scores = torch.rand(L, B, K, S, generator=generator)
+
+
+def test_a_pass_writes_its_scores_where_there_are_none_to_add_to():
+    observed = ObservedCache(random_target([5, 9], torch.Generator(), None), num_layers=1)
+    for _ in range(2):
+        written = observed.reads(0).scores_BKS
+        assert written.data_ptr() == observed.scores_LBKS.data_ptr()
+        assert observed.reads(1).scores_BKS is None, "this layer is not observed"
+        observed.advance(1)
+        assert observed.reads(0) is None, "the next pass adds to the scores of this one"
+        observed.clear()
+    observed.counted_BT = torch.ones(B, 1, dtype=torch.bool)
+    assert observed.reads(0) is None, "some of the new tokens do not count"
 
 
 def test_verify_guided_is_refreshed_every_so_many_rounds():

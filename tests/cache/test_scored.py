@@ -158,6 +158,7 @@ def test_pyramidkv_is_snapkv_with_a_budget_per_layer(
         got = held(cache.levels[layer], 0, row, head)
         assert equally_good(got, expected, own[: max(0, prompts[row] - window)] + [0.0] * S, kernel)
     assert cache.positions_BT(1)[:, 0].tolist() == prompts
+    assert cache.committed_slots_B.tolist() == [min(n, max(budgets)) for n in prompts]
 
 
 def published(budget: int, window: int, beta: int, length: int, num_layers: int) -> list[int]:
