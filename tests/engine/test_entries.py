@@ -70,9 +70,13 @@ def faulty(seed: int, fault, place: str, dtype) -> Decoder:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_prompts_without_a_fault_pass(dtype):
+    assert not any(check_prompts(prefilled(seed, dtype)).wrong for seed in range(2))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("fault", "place"), list(product(FAULTS, PLACES)))
 def test_faults_of_the_prompts_are_found(fault, place, dtype):
-    assert not any(check_prompts(prefilled(seed, dtype)).wrong for seed in range(2))
     assert all(check_prompts(faulty(seed, fault, place, dtype)).wrong for seed in range(3))
 
 
