@@ -2,11 +2,13 @@
 transformer covers, and for families that run as transformers' modules.
 """
 
+import json
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
@@ -155,6 +157,31 @@ def make_checkpoint(
             else:
                 parameter.copy_(noise * parameter.shape[-1] ** -0.5)
     model.save_pretrained(folder, **({"max_shard_size": "40KB"} if sharded else {}))
+    return folder
+
+
+def add_mtp(folder: Path, source: Path, count: int) -> Path:
+    """Add modules that predict further tokens to a checkpoint, as DeepSeek and GLM name them: the
+    last layer of another one each, in front of which are random weights. Return the folder.
+    """
+    file, generator = folder / "model.safetensors", torch.Generator().manual_seed(7)
+    tensors, others = load_file(file), load_file(source / "model.safetensors")
+    last = SIZES["num_hidden_layers"] - 1
+    E = tensors["model.norm.weight"].shape[0]
+    for module in range(count):
+        prefix = f"model.layers.{last + 1 + module}."
+        for name, tensor in others.items():
+            if name.startswith(f"model.layers.{last}."):
+                tensors[prefix + name.split(".", 3)[3]] = tensor.clone()
+        for name in ("enorm", "hnorm", "shared_head.norm"):
+            tensors[f"{prefix}{name}.weight"] = 1 + 0.2 * torch.randn(E, generator=generator)
+        joined = torch.randn(E, 2 * E, generator=generator) * (2 * E) ** -0.5
+        tensors[f"{prefix}eh_proj.weight"] = joined
+    save_file(tensors, file, {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("num_mtp_layers", None)
+    config["num_nextn_predict_layers"] = count
+    (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 

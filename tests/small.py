@@ -16,6 +16,7 @@ from magicdec.conformance.examine import (
     small_drafter,
     small_head,
     small_model,
+    small_modules,
 )
 from magicdec.engine.decoder import Generation
 from magicdec.engine.native import Batch
@@ -30,7 +31,7 @@ __all__ = [
     "open_batch",
     "random_prompts",
 ]
-__all__ += ["small_drafter", "small_head", "small_model"]
+__all__ += ["small_drafter", "small_head", "small_model", "small_modules"]
 __all__ += ["accepted", "drafting"]
 
 

@@ -49,6 +49,7 @@ class HeadConfig(ModelConfig):
         """Return how many hidden states of the target the head reads."""
         return len(self.taps) or NUM_TAPS
 
+    @override
     def taps_of(self, target: ModelConfig) -> tuple[int, ...]:
         """Return the target's layers that are read: by default an early, the middle and a late one,
         as EAGLE-3 has.
@@ -172,7 +173,7 @@ def head_from(
     kind = plain.get("speculators_model_type", "eagle3")
     if kind != "eagle3":
         raise UserError(
-            f"{name}: speculators_model_type={kind!r} is not supported; supported: eagle3"
+            f"{name}: speculators_model_type={kind!r} is not supported; supported: eagle3, mtp"
         )
     file = parse(HeadFile, plain, where=name)
     layer = plain.get(LAYER, plain)

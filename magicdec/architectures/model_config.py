@@ -137,6 +137,13 @@ class ModelConfig:
         return self.vocab_size
 
     @property
+    def joined_inputs(self) -> int:
+        """Return the features that become the input of each layer in a step, besides the residual
+        stream: none.
+        """
+        return 0
+
+    @property
     def fused_parameters(self) -> int:
         """Return the weights that join hidden states of another model: none."""
         return 0
@@ -156,6 +163,10 @@ class ModelConfig:
     def kv_elements_per_token(self) -> int:
         """Return the keys and values that one token of one sequence adds over all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+
+    def taps_of(self, target: "ModelConfig") -> tuple[int, ...]:
+        """Return the hidden states of a target that the model reads, as in models/taps.py: none."""
+        return ()
 
     def shared_by(self, ranks: int) -> "ModelConfig":
         """Return the sizes of one rank's share of the layers; the vocabulary stays whole."""

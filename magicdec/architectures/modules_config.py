@@ -3,19 +3,31 @@
 Its facts are read from the modules themselves, on PyTorch's meta device. Torch-free.
 """
 
+from dataclasses import fields
 from typing import Annotated
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 from typing_extensions import override
 
-from magicdec.architectures.model_config import Implementation, ModelConfig, Tokens
-from magicdec.inputs.rules import STRICT
+from magicdec.architectures.model_config import Implementation, Layer, ModelConfig, Tokens
+from magicdec.errors import UserError
+from magicdec.inputs.rules import STRICT, Count
 
 Number = Annotated[int, Field(ge=0)]
 # What attention may have beyond softmax(q k / sqrt(D)) v: a logit per head that takes weight and
 # adds nothing, and a bound that scores approach.
 SINKS, SOFTCAP = "attention sinks", "a soft cap of scores"
+
+
+@dataclass(frozen=True, config=STRICT)
+class MtpFacts:
+    """The modules of a checkpoint that predict further tokens: how many, and their weights."""
+
+    modules: Count
+    parameters: Number
+    expert_parameters: Number = 0
+    sliding_layers: tuple[Layer, ...] = ()
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -34,6 +46,7 @@ class ModulesConfig(ModelConfig):
     num_experts: Number = 0
     experts_per_token: Number = 0
     weightings: tuple[str, ...] = ()  # of SINKS and SOFTCAP
+    mtp: MtpFacts | None = None  # not counted in `parameters`
     # Rotary frequencies that depend on the length: above it the long table is taken, see docs.
     long_rope_from: Tokens | None = None
     remarks: tuple[str, ...] = ()  # sentences that a run says about its model
@@ -74,3 +87,35 @@ class ModulesConfig(ModelConfig):
             return self.parameters
         unread = (1 - self.experts_per_token / self.num_experts) ** num_tokens
         return self.parameters - unread * self.expert_parameters
+
+
+@dataclass(frozen=True, config=STRICT)
+class MtpModulesConfig(ModulesConfig):
+    """The sizes of the modules of a checkpoint that predict further tokens; `num_layers` counts
+    them.
+    """
+
+    is_head = True
+
+    @classmethod
+    def of(cls, target: ModulesConfig) -> "MtpModulesConfig":
+        """Return those of a target's checkpoint. Raise UserError if it names none."""
+        if target.mtp is None:
+            raise UserError(
+                "draft=mtp: the target's config.json names no modules that predict further tokens"
+                " (num_nextn_predict_layers); choose another target or draft"
+            )
+        plain = {entry.name: getattr(target, entry.name) for entry in fields(ModulesConfig)}
+        plain |= {
+            "num_layers": target.mtp.modules,
+            "parameters": target.mtp.parameters,
+            "expert_parameters": target.mtp.expert_parameters,
+            "sliding_layers": target.mtp.sliding_layers,
+            "remarks": (),
+        }
+        return cls(**plain)
+
+    @override
+    def taps_of(self, target: ModelConfig) -> tuple[int, ...]:
+        """Return which hidden states of the target are read: what it returns, normalised."""
+        return (target.num_layers + 1,)

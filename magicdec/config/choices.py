@@ -237,6 +237,8 @@ class DraftConfig:
     one_rank: ClassVar[bool] = False  # works on one rank only
     is_predicted: ClassVar[bool] = True  # the cost model covers it
     listens: ClassVar[bool] = False  # it reads the target's hidden states, from the prefill on
+    # Where `model` has no path, it is part of the target's own checkpoint.
+    ships_with_target: ClassVar[bool] = False
     # Its model has an entry of every token, from which `cache` is selected.
     keeps_entries: ClassVar[bool] = False
     # The name under which acceptance is known; keys in braces are filled in.
@@ -340,6 +342,10 @@ class DraftConfig:
     def drafter(self, target: ModelConfig) -> ModelConfig:
         """Return the architecture of the model that drafts."""
         return self.own_model or target
+
+    def step_model(self, drafter: ModelConfig) -> ModelConfig:
+        """Return the part of the model that drafts which runs in one step: all of it."""
+        return drafter
 
     def mistakes(self) -> Iterator[str]:
         """Yield what is wrong with the values together."""

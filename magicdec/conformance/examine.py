@@ -18,6 +18,7 @@ from torch import Tensor
 
 from magicdec.architectures.head_config import HeadConfig
 from magicdec.architectures.model_config import ModelConfig
+from magicdec.architectures.mtp_config import MtpConfig
 from magicdec.attention.sdpa import SdpaAttention
 from magicdec.cache.full import Full
 from magicdec.config.choices import CacheConfig, DraftConfig, ModelChoice
@@ -36,6 +37,7 @@ from magicdec.inputs import plugins
 from magicdec.measure.footprint import Allocations
 from magicdec.measure.metrics import Rounds, rounds_of
 from magicdec.models.head import Head
+from magicdec.models.mtp import MtpHead
 from magicdec.models.transformer import Transformer
 from magicdec.serving.request import Params, Request
 from magicdec.serving.scheduler import Scheduler
@@ -329,12 +331,32 @@ def small_head(target: Transformer) -> Head:
     return head.requires_grad_(False)
 
 
+def small_modules(target: Transformer, count: int = 2) -> MtpHead:
+    """Return modules that predict further tokens with layers like the target's last one. Each
+    passes on its embedding, from which the layer then makes what it makes of such a token.
+    """
+    whole = target.config
+    plain = {name: getattr(whole, name) for name in ModelConfig.__dataclass_fields__}
+    plain |= {"num_layers": count, "sliding_window": None, "sliding_layers": ()}
+    modules = MtpHead(MtpConfig(**plain), target.attention).eval()
+    generator = torch.Generator().manual_seed(0)
+    E = whole.hidden_size
+    for parameter in modules.parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(0, 0.1, generator=generator)
+    for number in range(count):
+        modules.module(number).joined.weight.data[:, :E] += torch.eye(E)
+    return modules.requires_grad_(False)
+
+
 def small_drafter(draft: str, target: Transformer, noise: float) -> Transformer | None:
     """Return the model that a draft needs next to a target, as good as `noise` allows; None if it
     needs none.
     """
     if draft == DRAFTS.keyword or not DRAFTS[draft].facts.needs_model:
         return None
+    if DRAFTS[draft].facts.ships_with_target:
+        return small_modules(target)
     return small_head(target) if DRAFTS[draft].facts.listens else noisy_copy(target, noise)
 
 

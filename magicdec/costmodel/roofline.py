@@ -166,6 +166,7 @@ def operators(forward: Pass, hardware: Hardware) -> list[Operator]:
     ]
     return [
         elementwise("embedding", 1, 2 * hidden),
+        *([linear("join", layers, model.joined_inputs, hidden)] if model.joined_inputs else []),
         linear("qkv", layers, model.qkv_inputs, q + 2 * kv),
         *attention,
         linear("output", layers, q, hidden),

@@ -165,7 +165,7 @@ class Setup:
     def draft_pass(self) -> Pass:
         """Return one step of a draft that is a model."""
         return Pass(
-            self.draft_model,
+            self.draft.step_model(self.draft_model),
             self.batch,
             1,
             self.tokens_read,

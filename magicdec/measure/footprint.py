@@ -76,7 +76,9 @@ def footprint(
         batch = replace(engine, batch=group).open([prompt] * num_rows)
         decoder, draft = batch.decoder, batch.draft
         if draft is not None and draft.taps is not None:
-            draft.taps = Taps(tuple(min(layer, LAYERS) for layer in draft.taps.layers))
+            behind = engine.target.config.num_layers + 1  # the tap of what the last norm returns
+            kept = [min(layer, LAYERS + (layer == behind)) for layer in draft.taps.layers]
+            draft.taps = Taps(tuple(kept))
         if prefills:
             decoder.prefill(engine.prefill_chunk)
         else:

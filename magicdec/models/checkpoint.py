@@ -2,30 +2,28 @@
 transformer.
 
 Only json and safetensors are opened, never a pickle, which can run code when it is loaded. Every
-mistake of a user raises a UserError that names the file. V vocabulary, E hidden size, F MLP size, H
-query heads, K KV heads, D head dim.
+mistake of a user raises a UserError that names the file. pieces.py says which tensors there are.
 """
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeGuard
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
+from magicdec.architectures.head_config import HeadConfig
 from magicdec.architectures.model_config import ModelConfig
 from magicdec.errors import UserError
 from magicdec.inputs.fingerprint import of_files
 from magicdec.inputs.rules import must, parse_values
 from magicdec.models.metadata import read_header, read_json
 from magicdec.models.parallel import ALONE, Share
+from magicdec.models.pieces import TensorPiece, pieces
 from magicdec.models.tensors import read_part
-from magicdec.models.unread import DISPENSABLE, EMBEDDING, HEAD, IN_HEADS, report_frequencies
-
-if TYPE_CHECKING:
-    from magicdec.architectures.head_config import HeadConfig
+from magicdec.models.unread import DISPENSABLE, IN_HEADS, report_frequencies
 
 CONFIG = "config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -41,128 +39,6 @@ SHARD: Any = Annotated[
 STORED_DTYPES = ("F64", "F32", "F16", "BF16")
 # Configuration, tokenizer, chat template.
 OTHER_FILES = frozenset({".json", ".jinja", ".model", ".txt"})
-
-
-class TensorPiece(NamedTuple):
-    """One tensor of a checkpoint, the part that this rank needs, and the rows of a parameter of
-    ours that it fills.
-    """
-
-    source: str
-    parameter: str
-    first_row: int
-    shape: tuple[int, ...]  # of the whole tensor
-    rows: slice = slice(None)
-    columns: slice = slice(None)
-
-    @property
-    def part(self) -> tuple[slice, ...]:
-        """Return the index of the part that is needed."""
-        return (self.rows, self.columns)[: len(self.shape)]
-
-    @property
-    def part_shape(self) -> tuple[int, ...]:
-        """The shape of the part that is needed."""
-        return tuple(
-            len(range(size)[part]) for size, part in zip(self.shape, self.part, strict=True)
-        )
-
-
-def pieces(config: ModelConfig, share: Share = ALONE) -> Iterator[TensorPiece]:
-    """Yield every tensor that a checkpoint of this (whole) architecture holds, in the order of the
-    forward pass.
-
-    Queries, keys and values become the rows of one matrix, in this order, and so do gate and up:
-    one matmul each. A rank has the rows that make its own heads and features, and of the matrices
-    behind these the columns.
-    """
-    if _is_head(config):
-        yield from _head_pieces(config, share)
-        return
-    E, vocabulary = config.hidden_size, share.vocabulary(config.vocab_size)
-    yield TensorPiece(EMBEDDING, "embed.weight", 0, (config.vocab_size, E), vocabulary)
-    for layer in range(config.num_layers):
-        theirs, ours = f"model.layers.{layer}.", f"layers.{layer}."
-        yield TensorPiece(
-            f"{theirs}input_layernorm.weight", f"{ours}attention_norm.weight", 0, (E,)
-        )
-        yield from _layer_pieces(config, share, theirs, ours)
-    yield TensorPiece("model.norm.weight", "norm.weight", 0, (E,))
-    if not config.tie_word_embeddings:
-        yield TensorPiece(HEAD, "head.weight", 0, (config.vocab_size, E), vocabulary)
-
-
-def _layer_pieces(
-    config: ModelConfig, share: Share, theirs: str, ours: str
-) -> Iterator[TensorPiece]:
-    """Yield the tensors of one layer, but for the norm in front of attention."""
-    E, F, D = config.hidden_size, config.intermediate_size, config.head_dim
-    q = _features(share.part(config.num_heads), D)
-    kv = _features(share.kv_heads(config.num_kv_heads), D)
-    mlp = share.part(F)
-    q_rows, kv_rows, mlp_rows = _size(q), _size(kv), _size(mlp)
-    whole_q, whole_kv = config.num_heads * D, config.num_kv_heads * D
-    inputs = config.qkv_inputs
-    qkv = (("q", 0, whole_q, q), ("k", q_rows, whole_kv, kv), ("v", q_rows + kv_rows, whole_kv, kv))
-    for name, first_row, rows, part in qkv:
-        yield TensorPiece(
-            f"{theirs}self_attn.{name}_proj.weight",
-            f"{ours}qkv.weight",
-            first_row,
-            (rows, inputs),
-            part,
-        )
-        if config.qkv_bias:
-            yield TensorPiece(
-                f"{theirs}self_attn.{name}_proj.bias", f"{ours}qkv.bias", first_row, (rows,), part
-            )
-    if config.qk_norm:
-        yield TensorPiece(f"{theirs}self_attn.q_norm.weight", f"{ours}q_norm.weight", 0, (D,))
-        yield TensorPiece(f"{theirs}self_attn.k_norm.weight", f"{ours}k_norm.weight", 0, (D,))
-    yield TensorPiece(
-        f"{theirs}self_attn.o_proj.weight", f"{ours}output.weight", 0, (E, whole_q), columns=q
-    )
-    if config.output_bias:
-        yield TensorPiece(f"{theirs}self_attn.o_proj.bias", f"{ours}output.bias", 0, (E,))
-    yield TensorPiece(f"{theirs}post_attention_layernorm.weight", f"{ours}mlp_norm.weight", 0, (E,))
-    yield TensorPiece(f"{theirs}mlp.gate_proj.weight", f"{ours}gate_up.weight", 0, (F, E), mlp)
-    yield TensorPiece(f"{theirs}mlp.up_proj.weight", f"{ours}gate_up.weight", mlp_rows, (F, E), mlp)
-    yield TensorPiece(f"{theirs}mlp.down_proj.weight", f"{ours}down.weight", 0, (E, F), columns=mlp)
-
-
-def _features(heads: slice, head_dim: int) -> slice:
-    """Return the features of some heads."""
-    return slice(heads.start * head_dim, heads.stop * head_dim)
-
-
-def _size(part: slice) -> int:
-    return int(part.stop - part.start)
-
-
-def _head_pieces(config: "HeadConfig", share: Share) -> Iterator[TensorPiece]:
-    """Yield the tensors of a head that it does not take from its target."""
-    E, read = config.hidden_size, config.target_hidden_size
-    theirs = config.layer_prefix
-    yield TensorPiece("fc.weight", "fc.weight", 0, (E, config.num_taps * read))
-    if config.input_norms == "joint":
-        yield TensorPiece("input_norm.weight", "input_norms.0.weight", 0, (config.num_taps * read,))
-    if config.input_norms == "each":
-        for number in range(config.num_taps):
-            yield TensorPiece(
-                f"fc_norm.{number}.weight", f"input_norms.{number}.weight", 0, (read,)
-            )
-    yield TensorPiece(f"{theirs}input_layernorm.weight", "layers.0.embedding_norm.weight", 0, (E,))
-    yield TensorPiece(f"{theirs}hidden_norm.weight", "layers.0.attention_norm.weight", 0, (E,))
-    yield from _layer_pieces(config, share, theirs, "layers.0.")
-    yield TensorPiece("norm.weight", "norm.weight", 0, (E,))
-    if config.own_embedding:
-        vocabulary = share.vocabulary(config.vocab_size)
-        yield TensorPiece(
-            "embed_tokens.weight", "embed.weight", 0, (config.vocab_size, E), vocabulary
-        )
-    if config.own_head:
-        vocabulary = share.vocabulary(config.num_logits)
-        yield TensorPiece(HEAD, "head.weight", 0, (config.num_logits, E), vocabulary)
 
 
 def load(
@@ -208,16 +84,12 @@ def load(
     if share.rank > 0:  # ranks add up what they compute here, and the bias counts once
         for name in (name for name in state if name.endswith("output.bias")):
             state[name].zero_()
-    if _is_head(config) and config.maps_vocabulary:
+    if isinstance(config, HeadConfig) and config.maps_vocabulary:
         state["target_ids_V"] = _target_ids(files, config).to(device)
     return state
 
 
-def _is_head(config: ModelConfig) -> "TypeGuard[HeadConfig]":
-    return config.is_head
-
-
-def _target_ids(files: dict[str, Path], config: "HeadConfig") -> Tensor:
+def _target_ids(files: dict[str, Path], config: HeadConfig) -> Tensor:
     """Return the target's ids of a head's tokens, which the file holds as distances from their
     own.
     """

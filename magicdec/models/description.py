@@ -66,11 +66,7 @@ def read_config(folder: Path, implementation: str = "auto") -> ModelConfig:
     path = folder / CONFIG
     plain = read_json(path, OBJECT)
     if "draft_vocab_size" in plain or "speculators_model_type" in plain:
-        from magicdec.architectures.head_config import head_from, unread_keys_of_head
-
-        head = head_from(plain, _files_of_head(folder), str(path))
-        report_keys(path, unread_keys_of_head(plain), NOT_READ)
-        return head
+        return _read_head(folder, plain)
     config = describe(plain, str(path), implementation)
     if config.implementation == "native":
         report_keys(path, unread_keys(plain), NOT_READ)
@@ -81,6 +77,22 @@ def read_config(folder: Path, implementation: str = "auto") -> ModelConfig:
     if config.tie_word_embeddings and any(folder.glob("*.safetensors")):
         config = replace(config, tie_word_embeddings=is_tied(files_of(folder)))
     return replace(config, eos_token_ids=_eos_ids(folder) or config.eos_token_ids)
+
+
+def _read_head(folder: Path, plain: OBJECT) -> ModelConfig:
+    """Return the model over a target's hidden states that a config.json describes."""
+    from magicdec.architectures.head_config import head_from, unread_keys_of_head
+    from magicdec.architectures.mtp_config import mtp_from, unread_keys_of_mtp
+
+    path = folder / CONFIG
+    config: ModelConfig
+    if plain.get("speculators_model_type") == "mtp":
+        config, unread = mtp_from(plain, str(path)), unread_keys_of_mtp(plain)
+    else:
+        config = head_from(plain, _files_of_head(folder), str(path))
+        unread = unread_keys_of_head(plain)
+    report_keys(path, unread, NOT_READ)
+    return config
 
 
 def describe(plain: OBJECT, name: str, implementation: str = "auto") -> ModelConfig:

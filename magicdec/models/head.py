@@ -7,7 +7,7 @@ layer, keys and values follow from these alone: nothing has to be attended to fo
 entries of a context.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,8 @@ from magicdec.models.kv_cache import KVCache, Place
 from magicdec.models.operators import Operators
 from magicdec.models.parallel import ALONE, Share
 from magicdec.models.rope import frequencies_on
-from magicdec.models.transformer import Layer, Transformer, embedding
+from magicdec.models.states_model import StatesModel
+from magicdec.models.transformer import Layer, embedding
 
 
 class HeadLayer(Layer):
@@ -55,13 +56,10 @@ class HeadLayer(Layer):
         return normed_BTE if c.norm_before_residual else x_BTE, q_BTHD
 
 
-class Head(Transformer):
-    """The layer with what is around it. `embed` and `head` are the target's where it has none: see
-    `on`.
-    """
+class Head(StatesModel):
+    """The layer with what is around it."""
 
     config: HeadConfig
-    target_ids_V: Tensor | None  # of the draft's tokens
 
     def __init__(self, config: HeadConfig, attention: Attention, share: Share = ALONE):
         """Allocate weights. `config` has the sizes of this rank's share."""
@@ -88,23 +86,8 @@ class Head(Transformer):
         ids = torch.zeros(config.num_logits, dtype=torch.int64) if config.maps_vocabulary else None
         self.register_buffer("target_ids_V", ids)
 
-    def on(self, target: Transformer) -> "Head":
-        """Return the same head with the embedding, and the output matrix, of a target where it has
-        none of its own.
-        """
-        with torch.device("meta"):
-            other = Head(self.config, self.attention, self.share)
-        for name, module in self._modules.items():
-            setattr(other, name, module)
-        other.target_ids_V, other.is_compiled = self.target_ids_V, self.is_compiled
-        if self.embed is None:
-            other.embed = target.embed
-        if self.head is None:
-            other.head = target.embed if target.head is None else target.head
-        return other.eval()
-
+    @override
     def fused(self, hidden_BTN: Tensor) -> Tensor:
-        """Return the hidden states (B, T, E) that the layer reads, of those of the target."""
         if self.input_norms:
             parts = hidden_BTN.chunk(len(self.input_norms), dim=-1)
             hidden_BTN = torch.cat(
@@ -113,33 +96,41 @@ class Head(Transformer):
         return self.operators.linear(self.fc, hidden_BTN.to(self.dtype))
 
     @override
-    def forward(self, tokens_BT: Tensor, cache: KVCache, hidden_BTE: Tensor) -> Tensor:  # type: ignore[override]
-        """Append T tokens, each with the hidden state of the token before it. Return the layer's
-        output (B, T, E).
-        """
-        num_new = tokens_BT.shape[1]
-        plan = cache.plan(self.attention, num_new, self.dtype)[0]
-        x_BTE, q_BTHD = self.enter(tokens_BT, cache, hidden_BTE)
-        out_BTHD = cache.attend(0, q_BTHD, self.attention, plan)
-        x_BTE, mlp_BTE = self.layer.after_attention(self.operators, x_BTE, out_BTHD)
-        cache.advance(num_new)
-        x_BTE = x_BTE + mlp_BTE
-        return self.norm(x_BTE) if self.config.norm_output else x_BTE
+    def forward(  # type: ignore[override]
+        self, tokens_BT: Tensor, cache: KVCache, hidden_BTE: Tensor, module: int = 0
+    ) -> Tensor:
+        num_new, layer = tokens_BT.shape[1], self.layer_of(module)
+        plan = cache.plan(self.attention, num_new, self.dtype)[module]
+        x_BTE, q_BTHD = self.enter(tokens_BT, cache, hidden_BTE, module)
+        out_BTHD = cache.attend(module, q_BTHD, self.attention, plan)
+        x_BTE, mlp_BTE = layer.after_attention(self.operators, x_BTE, out_BTHD)
+        if module == self.num_modules - 1:
+            cache.advance(num_new)
+        return self.output(module, x_BTE + mlp_BTE)
 
-    def enter(self, tokens_BT: Tensor, cache: KVCache, hidden_BTE: Tensor) -> tuple[Tensor, Tensor]:
-        """Write the entries of T tokens behind the valid ones. Return the residual stream, and the
-        queries.
-        """
+    @override
+    def enter(
+        self, tokens_BT: Tensor, cache: KVCache, hidden_BTE: Tensor, module: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """Write the entries. Return the residual stream, and the queries."""
         num_new = tokens_BT.shape[1]
         angles = self.angles(
             *frequencies_on(self.config, tokens_BT.device), cache.positions_BT(num_new)
         )
         cos, sin = angles[0][:, :, None], angles[1][:, :, None]
         embedded_BTE = self.share.embed(tokens_BT, self.embed.weight).to(self.dtype)
-        place = cache.place(0, cache.slots_BT(num_new))
-        return self.layer.before_attention(
+        place = cache.place(module, cache.slots_BT(num_new))
+        return self.layer_of(module).before_attention(
             self.operators, hidden_BTE, embedded_BTE, cos, sin, place
         )
+
+    def output(self, module: int, x_BTE: Tensor) -> Tensor:
+        """Return what the next step reads of a module's residual stream."""
+        return self.norm(x_BTE) if self.config.norm_output else x_BTE
+
+    def layer_of(self, module: int) -> Layer:
+        """Return the layer of a module."""
+        return cast("Layer", self.layers[module])
 
     @override
     def logits(self, hidden_BTE: Tensor) -> Tensor:

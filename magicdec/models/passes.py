@@ -116,7 +116,7 @@ def run(
     cos, sin = _of(rows, angles[0]), _of(rows, angles[1])
     rotation = _rotation(cache, cos, sin, slots_MT, epsilon(norm, x_BTE))
     out_MTE = torch.empty_like(x_MTE)
-    tapped = taps.layers if taps else ()
+    tapped = [layer for layer in taps.layers if layer < len(layers)] if taps else []
     for start, end in pairwise(sorted({0, *tapped, len(layers)})):
         total_MTE = None
         if taps:  # a call overwrites x

@@ -11,7 +11,8 @@ class Taps:
     """The residual stream in front of listed layers, of the last forward pass that was given these
     taps.
 
-    A model of L layers has taps 0, its embeddings, to L, what the last norm reads.
+    A model of L layers has taps 0, its embeddings, to L, what the last norm reads, and L + 1, what
+    that norm returns.
     """
 
     def __init__(self, layers: tuple[int, ...]):

@@ -126,6 +126,8 @@ class Transformer(nn.Module):
             )
         if hidden_BTE is None:
             hidden_BTE = self._layer_by_layer(x_BTE, angles, cache, plans, taps)
+        if taps:
+            taps.take(len(self.layers) + 1, hidden_BTE)
         cache.advance(num_new)
         return hidden_BTE
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from magicdec.architectures.modules_config import ModulesConfig
+from magicdec.architectures.modules_config import ModulesConfig, MtpModulesConfig
 from magicdec.attention.base import Attention
 from magicdec.config.registry import BACKENDS, CORPORA
 from magicdec.data import PromptRequest, Prompts, load_prompts
@@ -99,6 +99,10 @@ def without_weights(
     """Return a share of a model, on the meta device: its weights have a shape and a type but no
     storage.
     """
+    if isinstance(model.config, MtpModulesConfig):
+        from magicdec.models.adapter.mtp import load_mtp
+
+        return load_mtp(None, model.config, plan.dtype, torch.device("meta"), attention)
     if isinstance(model.config, ModulesConfig):
         from magicdec.models.adapter.load_modules import without_storage
 
@@ -106,9 +110,9 @@ def without_weights(
     config = part.config(model.config)
     kind: Any = Transformer
     if config.is_head:
-        from magicdec.models.head import Head
+        from magicdec.models.heads import HEADS
 
-        kind = Head
+        kind = HEADS[type(config)]
     with torch.device("meta"):
         transformer = kind(config, attention, part).to(plan.dtype)
     for name in plan.in_bfloat16(model):
@@ -148,7 +152,14 @@ def _load_modules(
 ) -> Transformer:
     """Load transformers' modules onto this device."""
     from magicdec.models.adapter import load_modules
+    from magicdec.models.adapter.mtp import load_mtp
 
+    if isinstance(config, MtpModulesConfig):
+        with progress.task(f"loading {model.key}", total=None):
+            modules = load_mtp(model.folder, config, plan.dtype, plan.device, attention)
+        if plan.config.hardware.compile:
+            modules.compile_layers()
+        return modules
     where = (config, plan.dtype, plan.device, attention, plan.longest)
     with progress.task(f"loading {model.key}", total=None):
         if model.folder is None:

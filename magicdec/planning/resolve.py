@@ -3,6 +3,7 @@ no weights.
 """
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from magicdec.architectures.model_config import ModelConfig, check_ranks
 from magicdec.attention import backends
 from magicdec.config.checks import check_length
+from magicdec.config.choices import ModelChoice
 from magicdec.config.registry import BACKENDS, CORPORA, ENGINES
 from magicdec.config.schema import ROWS_ON, BatchConfig, Config
 from magicdec.errors import UserError
@@ -142,15 +144,32 @@ def _models(config: Config, loads: bool) -> tuple[Config, PlannedModel, PlannedM
             choice = replace(
                 choice, architecture=assumed, name=config.draft.name if assumed else choice.name
             )
-        choice, folder = identify(key, choice, loads and choice.weights == "checkpoint")
+        is_part = config.draft.ships_with_target and key != "target" and choice.path is None
+        if is_part:
+            folder = models["target"].folder
+            _check_part(choice, folder)
+        else:
+            choice, folder = identify(key, choice, loads and choice.weights == "checkpoint")
+            folder = folder if loads and choice.weights == "checkpoint" else None
         assert choice.architecture is not None, "identify has read it"
-        folder = folder if loads and choice.weights == "checkpoint" else None
         models[key] = PlannedModel(key, folder, choice.architecture)
         if key == "target":
             config = replace(config, target=choice)
         else:
             config = replace(config, draft=replace(config.draft, model=choice))
     return config, models["target"], models.get("draft.model")
+
+
+def _check_part(choice: ModelChoice, folder: Path | None) -> None:
+    """Raise UserError where the target's folder holds no model that drafts, as far as it is
+    read.
+    """
+    assert choice.architecture is not None
+    if folder is not None and choice.architecture.implementation == "native":
+        raise UserError(
+            "draft.model.path=null: the target's checkpoint holds no modules that predict further"
+            " tokens; give the folder of some, or a target that ships with them"
+        )
 
 
 def _device(config: Config) -> tuple[torch.device, torch.dtype]:

@@ -27,7 +27,7 @@ class Checked(TorchFunctionMode):
 
 
 @pytest.mark.parametrize("policy", ["full", "snapkv", "h2o"])
-@pytest.mark.parametrize("draft", ["eagle3", "hierarchical"])
+@pytest.mark.parametrize("draft", ["eagle3", "hierarchical", "mtp"])
 def test_short_rows_take_what_is_there(draft, policy):
     keys = {"policy": policy, "gamma": 3, "budget": 24, "num_sink": 2, "generate_len": 12}
     with Checked() as checked:

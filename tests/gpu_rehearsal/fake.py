@@ -33,7 +33,7 @@ from magicdec.config.registry import BACKENDS, DRAFTS
 from magicdec.costmodel.targets import architecture
 from magicdec.engine.native import Batch, NativeEngine
 from magicdec.models import rope
-from magicdec.models.head import Head
+from magicdec.models.heads import HEADS
 from magicdec.models.parallel import ALONE, Share
 from magicdec.models.transformer import Transformer
 from tests.gpu_rehearsal.compile import GPUS, Launch, compiled
@@ -344,11 +344,11 @@ def fake_model(
     `fake_cuda`.
     """
     with unset_fake_temporarily(), torch.device("meta"):
-        kind = Head if isinstance(config, HeadConfig) else Transformer
+        kind = HEADS[type(config)] if config.is_head else Transformer
         model = kind(share.config(config), BACKENDS[attention].work(), share).to(dtype)
         model.eval().requires_grad_(False)
         shapes = {key: weight.shape for key, weight in model.named_parameters()}
-    if isinstance(model, Head):
+    if isinstance(config, HeadConfig):
         model.target_ids_V = torch.zeros(config.num_logits, dtype=torch.int64, device="cuda")
     for key, shape in shapes.items():
         *path, last = key.split(".")
@@ -374,7 +374,7 @@ def engine(
     config, facts = replace(model, num_layers=num_layers), DRAFTS[draft].facts
     target, drafter = fake_model(config, attention, share=share), None
     if facts.listens:
-        drafter = fake_model(HeadConfig.like(config), attention)
+        drafter = fake_model(facts().assumed_model(config), attention)
     elif facts.needs_model:
         drafter = fake_model(replace(config, num_layers=max(1, num_layers // 4)), attention)
     defaults = {

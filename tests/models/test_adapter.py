@@ -23,7 +23,7 @@ from magicdec.commands import doctor
 from magicdec.config.load import compose
 from magicdec.config.registry import DRAFTS, POLICIES
 from magicdec.config.schema import SamplingConfig
-from magicdec.conformance.examine import both_ways, small_head
+from magicdec.conformance.examine import both_ways, small_drafter
 from magicdec.engine.output_audit import audit
 from magicdec.errors import UserError
 from magicdec.kernels.library import compiler
@@ -93,7 +93,9 @@ def drafter(draft: str, folders: Any, family: str, target: Transformer) -> Trans
     facts = DRAFTS[draft].facts
     if not facts.needs_model:
         return None
-    return small_head(target) if facts.listens else target_of(folders(family, seed=1))
+    if facts.listens:
+        return small_drafter(draft, target, 0.0)
+    return target_of(folders(family, seed=1))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -333,7 +335,7 @@ def test_what_cannot_run_is_refused_in_one_line(plain, said):
 
 
 def test_an_old_transformers_is_refused_and_the_native_path_is_not(monkeypatch, folders):
-    monkeypatch.setattr(transformers, "__version__", "5.2.0")
+    monkeypatch.setattr(transformers_library.transformers, "__version__", "5.2.0")
     with pytest.raises(UserError, match=r"transformers 5.24 or newer, and 5.2.0 is installed"):
         transformers_library.check_version()
     assert read_config(folders("llama-modules")).implementation == "native"

@@ -17,10 +17,10 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from magicdec.architectures.hugging_face import GenerationConfig, eos_ids
-from magicdec.architectures.modules_config import SINKS, SOFTCAP, ModulesConfig
+from magicdec.architectures.modules_config import SINKS, SOFTCAP, ModulesConfig, MtpFacts
 from magicdec.errors import UserError, in_one_line
 from magicdec.inputs.rules import parse
-from magicdec.models.adapter.interface import NAME
+from magicdec.models.adapter.interface import NAME, layers_of
 from magicdec.models.adapter.transformers_library import check_version, config_of, quiet
 
 RECORDING, STORELESS = "magicdec_recording", "magicdec_storeless"
@@ -99,6 +99,7 @@ def _described(plain: Mapping[str, Any]) -> ModulesConfig:
         num_experts=experts.count,
         experts_per_token=experts.per_token,
         weightings=tuple(sorted({need for layer in layers for need in layer.needs})),
+        mtp=_mtp_facts(config, model, experts),
         long_rope_from=_long_rope(config),
         remarks=tuple(_remarks(layers)),
     )
@@ -226,6 +227,7 @@ class ExpertFacts:
     count: int = 0
     per_token: int = 0
     parameters: int = 0
+    layers: int = 0  # that have any
 
 
 def _experts(model: Any) -> ExpertFacts:
@@ -233,10 +235,29 @@ def _experts(model: Any) -> ExpertFacts:
     facts = ExpertFacts()
     for module in model.modules():
         if hasattr(module, "magicdec_experts_per_token"):
+            facts.layers += 1
             facts.count = module.num_experts
             facts.per_token = module.magicdec_experts_per_token
             facts.parameters += sum(weight.numel() for weight in module.parameters())
     return facts
+
+
+def _mtp_facts(config: Any, model: Any, experts: ExpertFacts) -> MtpFacts | None:
+    """Return what is known of the modules behind a model's layers that predict further tokens; None
+    where config.json names none, or some with other layers than attention.
+
+    Each is a layer like the model's last one, behind a matrix of two hidden sizes and three norms.
+    """
+    count = getattr(config, "num_mtp_layers", None) or 0
+    kinds = getattr(config, "mtp_layer_types", None) or ["full_attention"] * count
+    if not count or {*kinds} - {*ATTENTION_LAYERS}:
+        return None
+    last = layers_of(model.get_decoder())[-1]
+    joined = 2 * config.hidden_size**2 + 3 * config.hidden_size
+    each = sum(weight.numel() for weight in last.parameters()) + joined
+    of_experts = experts.parameters // experts.layers if experts.layers else 0
+    sliding = tuple(index for index, kind in enumerate(kinds) if kind == "sliding_attention")
+    return MtpFacts(count, count * each, count * of_experts, sliding)
 
 
 def _skip_experts(

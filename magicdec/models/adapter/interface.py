@@ -10,11 +10,13 @@ sees (1, N) tokens where some are left out, otherwise (B, T).
 """
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from typing_extensions import override
 
@@ -100,8 +102,19 @@ class ModulesPass:
         place.write(k_BTKD.to(dtype), v_BTKD.to(dtype))
 
 
+class _Written(Exception):
+    """The entries of a layer are written: what its modules would do next, nobody reads."""
+
+
+@contextmanager
+def writing() -> Iterator[None]:
+    """Run modules up to the attention of the first layer that they reach in an `EntriesPass`."""
+    with suppress(_Written):
+        yield
+
+
 class EntriesPass(ModulesPass):
-    """A pass that writes entries and attends to nothing."""
+    """A pass within `writing` that writes the entries of one layer and attends to nothing."""
 
     def __init__(self, cache: KVCache, num_new: int):
         self.cache, self.slots_BT = cache, cache.slots_BT(num_new)
@@ -109,8 +122,8 @@ class EntriesPass(ModulesPass):
 
     @override
     def attend(self, layer: int, q_BTHD: Tensor, weighting: Weighting) -> Tensor:
-        """Return zeros."""
-        return torch.zeros_like(q_BTHD)
+        """End the pass."""
+        raise _Written
 
 
 def attend(
@@ -150,6 +163,12 @@ def attend(
 def _wide(x: Tensor, width: int) -> Tensor:
     """Return the same numbers with zeros behind them, up to `width` features."""
     return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
+
+
+def layers_of(decoder: Any) -> nn.ModuleList:
+    """Return the layers of a decoder."""
+    lists = [child for child in decoder.children() if isinstance(child, nn.ModuleList)]
+    return next(each for each in lists if len(each) == decoder.config.num_hidden_layers)
 
 
 # transformers makes no masks for an attention without an entry in its interface of masks.

@@ -16,7 +16,7 @@ from typing_extensions import override
 from magicdec.architectures.modules_config import ModulesConfig
 from magicdec.attention.base import Attention
 from magicdec.attention.sdpa import SdpaAttention
-from magicdec.models.adapter.interface import NAME, EntriesPass, ModulesPass
+from magicdec.models.adapter.interface import NAME, EntriesPass, ModulesPass, layers_of, writing
 from magicdec.models.adapter.linears import by_operators, by_pytorch
 from magicdec.models.kv_cache import KVCache
 from magicdec.models.operators import PYTORCH, Operators, operators_for
@@ -71,7 +71,9 @@ class ModulesTransformer(Transformer):
 
     @override
     def first_entries(self, tokens_BT: Tensor, cache: KVCache) -> None:
-        self.first_layers(1)._run(tokens_BT, EntriesPass(cache, tokens_BT.shape[1]), None)
+        forward = EntriesPass(cache, tokens_BT.shape[1])
+        with writing():
+            self.first_layers(1)._run(tokens_BT, forward, None)
 
     def _run(self, tokens_BT: Tensor, forward: ModulesPass, taps: Taps | None) -> Tensor:
         """Return the normalised hidden states (B, T, E); 0 for tokens that are left out."""
@@ -83,7 +85,10 @@ class ModulesTransformer(Transformer):
                 use_cache=False,
                 **{NAME: forward},
             )
-        return forward.unpacked(states.last_hidden_state)
+        hidden_BTE = forward.unpacked(states.last_hidden_state)
+        if taps is not None:
+            taps.take(len(self.layers) + 1, hidden_BTE)
+        return hidden_BTE
 
     @override
     def logits(self, hidden_BTE: Tensor) -> Tensor:
@@ -137,12 +142,6 @@ class ModulesTransformer(Transformer):
         self.is_compiled = True
         for layer in self.layers:
             compile_parts(layer, "forward")
-
-
-def layers_of(decoder: Any) -> nn.ModuleList:
-    """Return the layers of a decoder."""
-    lists = [child for child in decoder.children() if isinstance(child, nn.ModuleList)]
-    return next(each for each in lists if len(each) == decoder.config.num_hidden_layers)
 
 
 @contextmanager
