@@ -4,15 +4,19 @@ fp32.
 Every registered draft and cache policy is a part of it; a new one joins by being registered.
 """
 
+import functools
 import itertools
 
 import pytest
 import torch
 
 from magicdec.attention import cpp
+from magicdec.attention.base import Attention
 from magicdec.cache.streaming import Streaming
 from magicdec.config.registry import DRAFTS, POLICIES
 from magicdec.conformance.examine import both_ways
+from magicdec.engine.decoder import Generation
+from magicdec.engine.output_audit import audit
 from magicdec.kernels.library import compiler
 from magicdec.verification.sampling import Sampling
 from tests.small import (
@@ -50,17 +54,30 @@ SMALLEST = [
 ]
 
 
-def check(draft: str, policy: str, gamma: int, rows: int, budget: int, **settings):
+def lengths_of(rows: int) -> list[int]:
+    return [50 + 7 * row for row in range(rows)]
+
+
+@functools.cache
+def plain_tokens(rows: int, seed: int, attention: type[Attention], **settings) -> list[list[int]]:
+    """What the target writes alone: the same for every draft, policy and budget."""
+    batch = open_batch(TARGET, random_prompts(lengths_of(rows), seed), **settings)
+    return batch.decoder.generate().tokens
+
+
+def check(draft: str, policy: str, gamma: int, rows: int, budget: int, **settings) -> Generation:
+    """Decode speculatively, check that the tokens are the target's, and return what was decoded."""
+    expected = plain_tokens(rows, gamma, type(TARGET.attention), **settings)
     settings |= {"gamma": gamma, "policy": policy, "budget": budget, "num_sink": 2}
-    batch = drafting(draft, TARGET, [50 + 7 * row for row in range(rows)], seed=gamma, **settings)
-    passed, plain, fast = both_ways(batch)
-    assert passed
-    return batch, plain, fast
+    batch = drafting(draft, TARGET, lengths_of(rows), seed=gamma, **settings)
+    fast = batch.decoder.generate(batch.draft)
+    assert audit(batch.decoder, expected, fast.tokens).passed is True
+    return fast
 
 
 @pytest.mark.parametrize(("draft", "policy", "gamma", "rows", "budget"), SAMPLE + SMALLEST)
 def test_sampled_matrix(draft, policy, gamma, rows, budget):
-    _, _, fast = check(draft, policy, gamma, rows, budget, generate_len=16)
+    fast = check(draft, policy, gamma, rows, budget, generate_len=16)
     assert all(len(row) == 16 for row in fast.tokens)
 
 
@@ -95,7 +112,7 @@ def test_end_of_sequence_in_the_middle_of_a_round(draft):
 @pytest.mark.parametrize("policy", list(POLICIES))
 def test_a_budget_of_everything_accepts_everything(policy, budget):
     """The longest sequence of three rows exactly, and more than that."""
-    _, _, fast = check("self", policy, 4, 3, budget=budget)
+    fast = check("self", policy, 4, 3, budget=budget)
     assert (accepted(fast) == 4).all()
 
 
@@ -242,7 +259,9 @@ def test_the_state_counts_what_the_rounds_say():
     """Both passes keep their counts, although the second one counts into the same buffers on the
     device.
     """
-    _, plain, fast = check("model", "streaming", 4, 3, budget=12)
+    settings = {"gamma": 4, "policy": "streaming", "budget": 12, "num_sink": 2}
+    passed, plain, fast = both_ways(drafting("model", TARGET, lengths_of(3), **settings))
+    assert passed
     assert (plain.committed_RB == 1).all()
     assert (plain.accepted_RB == 0).all()
     for one in (plain, fast):
