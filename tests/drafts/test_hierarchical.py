@@ -9,6 +9,8 @@ import torch
 
 from magicdec.architectures.model_config import ModelConfig
 from magicdec.attention.sdpa import SdpaAttention
+from magicdec.cache.full import Full
+from magicdec.config.choices import ModelChoice
 from magicdec.drafts import hierarchical
 from magicdec.drafts.hierarchical import Hierarchical
 from magicdec.models.kv_cache import KVCache
@@ -64,6 +66,20 @@ def test_the_inner_cache_has_the_slots_that_are_declared():
     batch = opened(inner=cache_config("streaming", budget=16, num_sink=2))
     facts = Hierarchical(gamma=6, inner_gamma=2)
     assert batch.draft.inner.cache.capacity == 16 + facts.round_slots(6)
+
+
+@pytest.mark.parametrize(
+    ("cache", "inner_gamma", "mistakes"),
+    [
+        (Full(), 1, []),
+        (None, 1, ["draft.cache=null"]),
+        (Full(), 0, ["draft.inner_gamma=0"]),
+    ],
+)
+def test_the_inner_level_needs_a_cache_and_proposals(cache, inner_gamma, mistakes):
+    settings = {"gamma": 4, "model": ModelChoice("tiny"), "cache": cache}
+    draft = Hierarchical(inner_gamma=inner_gamma, **settings)
+    assert [text.partition(":")[0] for text in draft.mistakes()] == mistakes
 
 
 def test_the_inner_level_is_verified_over_the_retrieval_cache():
