@@ -8,6 +8,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Sequence
+from functools import cache
 
 import triton
 
@@ -55,6 +56,7 @@ def cycles(made: Made, parts: Sequence[Counter[str]], turns: Sequence[float] = (
     return issued * made.warps / SCHEDULERS
 
 
+@cache
 def disassembled(cubin: bytes) -> list[str]:
     """The lines of the program."""
     return printed(triton.knobs.nvidia.nvdisasm.path, "-c", cubin).splitlines()
