@@ -1,14 +1,18 @@
+from dataclasses import replace
+
 import pytest
 
+from magicdec.architectures.mtp_config import MtpConfig
 from magicdec.config.choices import ModelChoice
 from magicdec.config.registry import POLICIES
 from magicdec.costmodel.hardware import configured, hardware_named
 from magicdec.costmodel.memory_estimate import memory
-from magicdec.costmodel.roofline import Pass, step_time
+from magicdec.costmodel.roofline import BF16, Pass, step_time
 from magicdec.costmodel.round import CODE_ROWS, Setup, round_times
 from magicdec.drafts.hierarchical import Hierarchical
 from magicdec.drafts.layer_skip import LayerSkip
 from magicdec.drafts.model import IndependentModel
+from magicdec.drafts.mtp import MultiTokenPrediction
 from magicdec.drafts.ngram import PromptLookup
 from magicdec.drafts.self import SelfSpeculation
 from magicdec.errors import UserError
@@ -31,6 +35,21 @@ def test_the_parts_of_a_round_add_up(setup):
     assert times.round_s == pytest.approx(parts)
     assert times.overhead.total == pytest.approx(700e-6)
     assert times.target.total < times.verify.total < 1.5 * times.target.total
+
+
+def test_a_step_of_modules_is_a_layer_behind_a_matrix(setup):
+    """However many modules there are: a step runs one of them."""
+    one, two = (
+        MultiTokenPrediction(gamma=3, model=ModelChoice("mtp", architecture=config))
+        for layers in (1, 2)
+        for config in [replace(MtpConfig.like(setup().target), num_layers=layers)]
+    )
+    times = round_times(setup(draft=one), 3)
+    assert times.draft == round_times(setup(draft=two), 3).draft
+    layer = Pass(setup().target.layers(0, 1), 32, 1, setup(draft=one).tokens_read, 8)
+    alone = step_time(layer, setup().hardware)
+    joined = 2 * setup().target.hidden_size ** 2 * BF16 / setup().hardware.bandwidth
+    assert times.draft.total - alone.total == pytest.approx(joined, rel=0.1)
 
 
 def test_a_self_draft_over_everything_decodes_like_the_target(setup):

@@ -2,24 +2,36 @@
 formulas over the whole text, and against transformers.
 """
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 from torch import Tensor
 
 from magicdec.architectures.modules_config import MtpModulesConfig
 from magicdec.attention.sdpa import SdpaAttention
+from magicdec.config.load import compose
 from magicdec.conformance.examine import both_ways
 from magicdec.errors import UserError
 from magicdec.models.adapter.mtp import load_mtp
+from magicdec.models.checkpoint import load
 from magicdec.models.description import read_config
 from magicdec.models.kv_cache import KVCache
+from magicdec.models.mtp import MtpHead
 from magicdec.models.taps import Taps
+from magicdec.planning import build
+from magicdec.planning.resolve import resolve
+from magicdec.serving.request import Params, Request
+from magicdec.serving.scheduler import Scheduler
+from magicdec.serving.slots import Slots
+from magicdec.tracking.progress import progress
 from magicdec.verification.sampling import Sampling
 from tests.checkpoints import SIZES, add_mtp, load_modules, load_reference, make_checkpoint
-from tests.small import open_batch, random_prompts, small_model, small_modules
+from tests.small import new_engine, open_batch, random_prompts, small_model, small_modules
 
 LENGTHS = [20, 33, 27]
 TARGET = small_model()
@@ -121,10 +133,84 @@ def test_rounds_without_proposals_leave_the_draft_as_good():
         assert paused.draft.propose(paused.decoder.state, 3).tokens_BG[0].tolist() == expected
 
 
+@pytest.mark.parametrize("policy", ["streaming", "snapkv"])
+def test_served_requests_are_answered_as_without_a_draft(policy):
+    """They join and leave one after the other, one of them shorter than the modules are many."""
+    prompts = random_prompts([30, 1, 52, 17, 41])
+    alone = [open_batch(TARGET, [prompt], generate_len=12) for prompt in prompts]
+    expected = [batch.decoder.generate().tokens[0] for batch in alone]
+    keys = {"policy": policy, "gamma": 3, "budget": 16, "num_sink": 2}
+    engine = new_engine(TARGET, "mtp", draft_model=small_modules(TARGET, 2), **keys)
+    scheduler = Scheduler(Slots(engine, 2, 64))
+    requests = [Request(prompt, Params(12, Sampling(ignore_eos=True))) for prompt in prompts]
+    for request in requests:
+        scheduler.submit(request)
+        scheduler.step()
+    while not scheduler.idle:
+        scheduler.step()
+    assert [request.tokens for request in requests] == expected
+
+
 def test_modules_of_another_target_are_refused():
     other = small_modules(small_model(hidden_size=64)).config
     with pytest.raises(UserError, match="made for another target: a hidden size of 64 against"):
         other.check(TARGET.config)
+
+
+def saved(modules: MtpHead, folder: Path) -> Path:
+    """Write modules for a target that our own transformer runs as the guide describes them."""
+    c, tensors = modules.config, {}
+    ours = {"embedding_norm": "enorm", "state_norm": "hnorm", "joined": "eh_proj"}
+    ours |= {"output_norm": "shared_head.norm", "attention_norm": "input_layernorm"}
+    ours |= {"mlp_norm": "post_attention_layernorm", "output": "self_attn.o_proj"}
+    ours |= {"down": "mlp.down_proj"}
+    sizes = [heads * c.head_dim for heads in (c.num_heads, c.num_kv_heads, c.num_kv_heads)]
+    for number in range(c.num_layers):
+        layer, prefix = modules.module(number), f"layers.{number}."
+        named = {theirs: layer.get_submodule(name).weight for name, theirs in ours.items()}
+        parts = layer.qkv.weight.split(sizes)
+        named |= {f"self_attn.{n}_proj": part for n, part in zip("qkv", parts, strict=True)}
+        named |= zip(("mlp.gate_proj", "mlp.up_proj"), layer.gate_up.weight.chunk(2), strict=True)
+        tensors |= {f"{prefix}{name}.weight": part.clone() for name, part in named.items()}
+    save_file(tensors, folder / "model.safetensors")
+    alike = ("vocab_size", "hidden_size", "intermediate_size", "head_dim", "rms_norm_eps")
+    alike += ("max_position_embeddings", "rope_theta")
+    plain: dict[str, Any] = {name: getattr(c, name) for name in alike}
+    plain |= {"model_type": "llama", "num_hidden_layers": 1}
+    plain |= {"num_attention_heads": c.num_heads, "num_key_value_heads": c.num_kv_heads}
+    described = {"speculators_model_type": "mtp", "num_nextn_predict_layers": c.num_layers}
+    described["transformer_layer_config"] = plain
+    (folder / "config.json").write_text(json.dumps(described))
+    return folder
+
+
+@torch.inference_mode()
+def test_modules_are_read_from_a_folder(tmp_path, capsys):
+    modules = small_modules(TARGET, 2)
+    folder = saved(modules, tmp_path)
+    config = read_config(folder)
+    assert config == modules.config
+    assert "warning" not in capsys.readouterr().err
+    read = MtpHead(config, SdpaAttention())
+    read.load_state_dict(load(folder, config, torch.float32, "cpu"))
+    for name, weight in modules.named_parameters():
+        assert torch.equal(read.get_parameter(name), weight), name
+    assert config.num_parameters == sum(weight.numel() for weight in modules.parameters())
+
+
+def test_a_target_of_our_own_without_a_folder_of_modules_is_refused():
+    with pytest.raises(
+        UserError, match=r"^draft.model.path=null: the target's checkpoint holds no"
+    ):
+        resolve(compose(["draft=mtp", "hardware=cpu"]))
+
+
+def test_random_modules_of_a_target_can_be_timed():
+    keys = ["draft=mtp", "target.weights=random", "draft.synthetic_acceptance=0.7"]
+    with progress() as bars:
+        engine = build.engine(resolve(compose([*keys, "hardware=cpu"])), bars)
+    assert isinstance(engine.draft_model, MtpHead)
+    assert engine.draft_model.num_modules == 1
 
 
 @pytest.fixture(scope="module")
