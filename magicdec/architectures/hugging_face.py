@@ -194,7 +194,8 @@ def from_hugging_face(plain: Mapping[str, Any], name: str = "config.json") -> Mo
     """
     try:
         family = _family(plain)
-        refuse_quantized(plain)
+        if quantized := refusal_of_quantized(plain):
+            raise UserError(quantized)
         _check_values(plain, family)
         unread = {*family.ignored, _rope_keys(plain)[1]}
         values = {key: value for key, value in plain.items() if key not in unread}
@@ -279,16 +280,14 @@ def _check_values(plain: Mapping[str, Any], family: Family) -> None:
             raise Unsupported(f"{key}={SHORT.repr(value)} is not supported; supported: {supported}")
 
 
-def refuse_quantized(plain: Mapping[str, Any], name: str | None = None) -> None:
-    """Raise UserError for a quantized checkpoint, with what to do for its kind; `name` is what the
-    error calls the file.
-    """
+def refusal_of_quantized(plain: Mapping[str, Any]) -> str:
+    """Return why a quantized checkpoint cannot run, with what to do for its kind; "" for others."""
     for key in QUANTIZED:
         if settings := plain.get(key):
             method = settings.get("quant_method") if isinstance(settings, Mapping) else None
             remedy = REMEDIES.get(str(method), USUAL_REMEDY)
-            line = f"quantized checkpoints ({method or key}) are not supported; {remedy}"
-            raise UserError(f"{name}: {line}" if name else line)
+            return f"quantized checkpoints ({method or key}) are not supported; {remedy}"
+    return ""
 
 
 def _rope_keys(plain: Mapping[str, Any]) -> tuple[str, str]:

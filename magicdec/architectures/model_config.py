@@ -3,11 +3,13 @@
 One set of fields covers the Llama, Mistral, Qwen2, Qwen3 and Yi families.
 """
 
+from collections import Counter
 from dataclasses import replace
 from typing import Annotated, Literal
 
 from pydantic.dataclasses import dataclass
 
+from magicdec.architectures.layer_facts import Matrices, TokenMemory
 from magicdec.errors import Unsupported, UserError
 from magicdec.inputs.rules import STRICT, number, whole
 
@@ -71,7 +73,6 @@ class ModelConfig:
     """The sizes and switches of one transformer. Defaults are Llama's."""
 
     is_head = False  # a draft head: see magicdec/architectures/head_config.py
-    is_predicted = True  # the cost model covers it
     vocab_size: Vocabulary
     hidden_size: Width
     intermediate_size: Features
@@ -160,6 +161,51 @@ class ModelConfig:
         return self.num_layers * layer + embeddings + self.hidden_size
 
     @property
+    def matrices(self) -> tuple[Matrices, ...]:
+        """Return the weights that a pass through the layers multiplies by."""
+        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        layers, hidden, ffn = self.num_layers, self.hidden_size, self.intermediate_size
+        joins = (Matrices("join", layers, self.joined_inputs, hidden),)
+        return (
+            *(joins if self.joined_inputs else ()),
+            Matrices("qkv", layers, self.qkv_inputs, q + 2 * kv),
+            Matrices("output", layers, q, hidden),
+            Matrices("gate_up", layers, hidden, 2 * ffn),
+            Matrices("down", layers, ffn, hidden),
+        )
+
+    @property
+    def memories(self) -> tuple[TokenMemory, ...]:
+        """Return what the layers keep of earlier tokens, by kind."""
+        features = 2 * self.head_dim  # of a key and a value
+        return tuple(
+            TokenMemory(
+                layers,
+                self.num_heads,
+                self.num_kv_heads,
+                entry=self.num_kv_heads * features,
+                scores=self.num_heads * features,
+                window=window,
+            )
+            for window, layers in Counter(map(self.window_of, range(self.num_layers))).items()
+        )
+
+    @property
+    def gated_features(self) -> int:
+        """Return the features of all layers that an activation function passes on."""
+        return self.num_layers * self.intermediate_size
+
+    def stored_weight_bytes(self, element_bytes: float) -> float:
+        """Return the bytes of all weights, which have `element_bytes` each where the checkpoint
+        does not say otherwise.
+        """
+        return self.num_parameters * element_bytes
+
+    def as_predicted(self) -> "ModelConfig":
+        """Return the model as serving engines run it, which is what predictions describe."""
+        return self
+
+    @property
     def kv_elements_per_token(self) -> int:
         """Return the keys and values that one token of one sequence adds over all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
@@ -167,6 +213,10 @@ class ModelConfig:
     def taps_of(self, target: "ModelConfig") -> tuple[int, ...]:
         """Return the hidden states of a target that the model reads, as in models/taps.py: none."""
         return ()
+
+    def kept_bytes(self, num_tokens: int, element_bytes: float) -> float:
+        """Return the bytes that all layers keep of a sequence."""
+        return self.kv_elements_per_token * num_tokens * element_bytes
 
     def shared_by(self, ranks: int) -> "ModelConfig":
         """Return the sizes of one rank's share of the layers; the vocabulary stays whole."""

@@ -3,18 +3,17 @@
 Its facts are read from the modules themselves, on PyTorch's meta device. Torch-free.
 """
 
-from dataclasses import fields
-from typing import Annotated
+from dataclasses import fields, replace
+from typing import cast
 
-from pydantic import Field
 from pydantic.dataclasses import dataclass
 from typing_extensions import override
 
+from magicdec.architectures.layer_facts import Matrices, Number, TokenMemory
 from magicdec.architectures.model_config import Implementation, Layer, ModelConfig, Tokens
 from magicdec.errors import UserError
 from magicdec.inputs.rules import STRICT, Count
 
-Number = Annotated[int, Field(ge=0)]
 # What attention may have beyond softmax(q k / sqrt(D)) v: a logit per head that takes weight and
 # adds nothing, and a bound that scores approach.
 SINKS, SOFTCAP = "attention sinks", "a soft cap of scores"
@@ -28,6 +27,8 @@ class MtpFacts:
     parameters: Number
     expert_parameters: Number = 0
     sliding_layers: tuple[Layer, ...] = ()
+    matrices: tuple[Matrices, ...] = ()  # of one module
+    memories: tuple[TokenMemory, ...] = ()  # of one module
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -37,7 +38,6 @@ class ModulesConfig(ModelConfig):
     `config_json` is its config.json, from which transformers makes the modules.
     """
 
-    is_predicted = False
     model_type: str = ""
     config_json: str = ""
     parameters: Number = 0  # tied ones counted once
@@ -50,6 +50,10 @@ class ModulesConfig(ModelConfig):
     # Rotary frequencies that depend on the length: above it the long table is taken, see docs.
     long_rope_from: Tokens | None = None
     remarks: tuple[str, ...] = ()  # sentences that a run says about its model
+    counted_matrices: tuple[Matrices, ...] = ()
+    counted_memories: tuple[TokenMemory, ...] = ()
+    refusal: str = ""  # why it cannot run here, though it can be predicted
+    compact: bool = False  # entries as the model defines them, without what our caches add
 
     @property
     @override
@@ -78,6 +82,63 @@ class ModulesConfig(ModelConfig):
                 f" {'more' if is_long else 'no more'} than {self.long_rope_from:,}"
             )
         return lines
+
+    @property
+    @override
+    def matrices(self) -> tuple[Matrices, ...]:
+        return self.counted_matrices
+
+    @property
+    @override
+    def memories(self) -> tuple[TokenMemory, ...]:
+        return self.counted_memories
+
+    @property
+    @override
+    def gated_features(self) -> int:
+        inward = (matrix for matrix in self.matrices if matrix.outputs == self.hidden_size)
+        return sum(
+            matrix.number * matrix.inputs * max(1, matrix.experts_per_token) for matrix in inward
+        )
+
+    @property
+    @override
+    def kv_elements_per_token(self) -> int:
+        """Return the elements that a token adds over all layers that grow; in caches of ours, all
+        layers are padded to the widest.
+        """
+        if not self.compact:
+            return super().kv_elements_per_token
+        grown = (memory for memory in self.memories if memory.entry)
+        return sum(memory.layers * (memory.entry + memory.index_entry) for memory in grown)
+
+    @override
+    def kept_bytes(self, num_tokens: int, element_bytes: float) -> float:
+        """Return the bytes that all layers keep of a sequence; caches of ours hold every token."""
+        if not self.compact:
+            return super().kept_bytes(num_tokens, element_bytes)
+        return sum(memory.stored_bytes(num_tokens, element_bytes) for memory in self.memories)
+
+    @override
+    def stored_weight_bytes(self, element_bytes: float) -> float:
+        stored = [matrix for matrix in self.matrices if matrix.stored_bytes is not None]
+        exact = self.num_parameters - sum(matrix.elements for matrix in stored)
+        of_stored = sum(matrix.elements * (matrix.stored_bytes or 0.0) for matrix in stored)
+        return exact * element_bytes + of_stored
+
+    @override
+    def as_predicted(self) -> "ModulesConfig":
+        heads = max((memory.heads for memory in self.memories), default=1)
+        return replace(self, compact=True, num_kv_heads=heads or 1)
+
+    @override
+    def shared_by(self, ranks: int) -> "ModulesConfig":
+        shared = super().shared_by(ranks)
+        return replace(
+            cast(ModulesConfig, shared),
+            counted_matrices=tuple(matrix.shared_by(ranks) for matrix in self.matrices),
+            counted_memories=tuple(memory.shared_by(ranks) for memory in self.memories),
+        )
 
     def parameters_read(self, num_tokens: int) -> float:
         """Return the weights that a pass over `num_tokens` tokens reads, where every token chooses
@@ -112,8 +173,21 @@ class MtpModulesConfig(ModulesConfig):
             "expert_parameters": target.mtp.expert_parameters,
             "sliding_layers": target.mtp.sliding_layers,
             "remarks": (),
+            "counted_matrices": target.mtp.matrices,
+            "counted_memories": target.mtp.memories,
         }
         return cls(**plain)
+
+    @property
+    @override
+    def matrices(self) -> tuple[Matrices, ...]:
+        number = self.num_layers
+        return tuple(replace(each, number=number * each.number) for each in self.counted_matrices)
+
+    @property
+    @override
+    def memories(self) -> tuple[TokenMemory, ...]:
+        return tuple(replace(each, layers=self.num_layers) for each in self.counted_memories)
 
     @override
     def taps_of(self, target: ModelConfig) -> tuple[int, ...]:

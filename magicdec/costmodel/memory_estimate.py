@@ -62,11 +62,8 @@ def memory(setup: Setup, gamma: int, generate_len: int = 0) -> Memory:
         draft_kv += rows * spec.stored_bytes(model, size, shares_target)
         transient += 0.0 if shares_target else rows * _prefill_bytes(spec, model, size)
     return Memory(
-        target_weights=setup.target.num_parameters / setup.ranks * setup.weight_bytes,
-        target_kv=rows
-        * target.kv_elements_per_token
-        * (length + gamma + draft.extra_tokens + 1)
-        * size,
+        target_weights=setup.target.stored_weight_bytes(setup.weight_bytes) / setup.ranks,
+        target_kv=rows * target.kept_bytes(length + gamma + draft.extra_tokens + 1, size),
         draft_weights=draft_weights / setup.draft_ranks,
         draft_kv=draft_kv,
         transient=transient,

@@ -13,6 +13,7 @@ from typing_extensions import override
 from magicdec.config.omega import omega
 from magicdec.costmodel.acceptance import AlphaEstimate, Curves
 from magicdec.costmodel.confidence import Confidence, case_of, confidence
+from magicdec.costmodel.growth import remarks
 from magicdec.costmodel.memory_estimate import Memory, memory
 from magicdec.costmodel.roofline import arithmetic_intensity
 from magicdec.costmodel.round import RoundTimes, Setup, round_times
@@ -267,6 +268,8 @@ def verdict(prediction: Prediction) -> str:
         )
     if setup.remark:
         text = f"{text}. {setup.remark}"
+    for remark in remarks(setup, best.gamma):
+        text = f"{text}. {remark[0].upper()}{remark[1:]}"
     needed, device = prediction.memory.total / GIB, prediction.setup.hardware.device
     unfit = (
         f". It needs {needed:.0f} GiB of {device.memory / GIB:.0f} on each GPU, so it does not fit"
@@ -292,6 +295,8 @@ def _remedy(prediction: Prediction) -> str:
 
 def _critical_context(prediction: Prediction) -> str:
     critical = prediction.critical_context
+    if not any(memory.grows for memory in prediction.setup.target.memories):
+        return "there is no S*"
     if critical is None:
         return f"S* is beyond {prediction.setup.target.max_position_embeddings:,}"
     return f"S* is {round(critical, 1 - len(str(critical)) + 1):,}"

@@ -6,14 +6,15 @@ shorter that the machine does not hide behind the longer. A layer adds launch ov
 several ranks, two all-reduces (Megatron).
 """
 
-from collections import Counter
 from functools import cache
-from math import ceil, inf
+from math import ceil
 from typing import NamedTuple
 
+from magicdec.architectures.layer_facts import Matrices, TokenMemory
 from magicdec.architectures.model_config import ModelConfig
 from magicdec.costmodel.hardware import Hardware
 from magicdec.costmodel.matmuls import VECTOR_SHARE
+from magicdec.costmodel.routing import UNIFORM, Routing
 
 BF16 = 2.0  # bytes
 # Split-KV kernels stop splitting once tiles of (row, KV head) fill this share of the places a GPU
@@ -33,6 +34,7 @@ class Operator(NamedTuple):
     bytes: float
     rows: float  # that share what is read: what a matmul's rate saturates with
     stretch: float = 1.0  # of the memory's time, where the GPU is left partly idle
+    is_exact: bool = True  # weights are not codes
 
 
 class StepTime(NamedTuple):
@@ -79,6 +81,7 @@ class Pass(NamedTuple):
     head_bytes: float | None = None
     chooses: bool = True  # whether the choice of tokens from the logits belongs to it
     splits: bool = True  # attention is split over the cached tokens where rows leave SMs idle
+    routing: Routing = UNIFORM  # of tokens to experts
 
 
 def step_time(forward: Pass, hardware: Hardware) -> StepTime:
@@ -91,8 +94,7 @@ def step_time(forward: Pass, hardware: Hardware) -> StepTime:
         compute = op.flops / (share * hardware.matmul_rate(op.rows)) if op.flops else 0.0
         seconds = max(memory, compute) + exposed * min(memory, compute)
         if op.reads == "weights":
-            is_exact = forward.weight_bytes >= BF16
-            memory, compute, seconds = _matmul_times(op, hardware, is_exact) or (
+            memory, compute, seconds = _matmul_times(op, hardware, op.is_exact) or (
                 memory,
                 compute,
                 seconds,
@@ -130,58 +132,80 @@ def _matmul_times(
 
 def operators(forward: Pass, hardware: Hardware) -> list[Operator]:
     """Return all operators of a pass on one rank."""
-    model, batch, tokens = _share(forward.model, forward.ranks), forward.batch, forward.query_tokens
-    layers, hidden, ffn = model.num_layers, model.hidden_size, model.intermediate_size
-    q, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    model, rows = _share(forward.model, forward.ranks), forward.batch * forward.query_tokens
+    hidden, activation = model.hidden_size, forward.activation_bytes
     vocabulary = ceil(model.num_logits / (forward.ranks if hardware.stack.sharded_head else 1))
-    rows, activation = batch * tokens, forward.activation_bytes
-
-    def linear(
-        name: str, number: int, inputs: int, outputs: int, size: float = forward.weight_bytes
-    ) -> Operator:
-        weights = inputs * outputs
-        moved = weights * size + rows * (inputs + outputs) * activation
-        return Operator(name, "weights", number, 2 * rows * weights, moved, rows)
+    head_bytes = forward.head_bytes or activation
+    head = _matmul(Matrices("head", 1, hidden, vocabulary, stored_bytes=head_bytes), forward)
+    passes = hardware.stack.logit_passes if forward.chooses else 0
 
     def elementwise(name: str, number: int, elements_per_row: float) -> Operator:
         return Operator(
             name, "activations", number, 0.0, rows * elements_per_row * activation, rows
         )
 
-    # Where it is not split, each query head has a tile of its own.
-    heads = model.num_kv_heads if forward.splits else model.num_heads
-    stretch = tile_stretch(batch * heads, hardware.device.num_sms, forward.splits)
-    attention = [
-        Operator(
-            "attention",
-            "kv",
-            number,
-            4 * batch * tokens * cached * q,
-            2 * batch * cached * kv * forward.kv_bytes,
-            tokens * model.group_size,
-            stretch,
-        )
-        for window, number in _windows(model)
-        for cached in [min(forward.cached_tokens, window or inf)]
-    ]
+    # Queries, keys and values that are rotated and appended: read and written.
+    rotated = sum(memory.layers * (memory.scores // 2 + memory.entry) for memory in model.memories)
     return [
         elementwise("embedding", 1, 2 * hidden),
-        *([linear("join", layers, model.joined_inputs, hidden)] if model.joined_inputs else []),
-        linear("qkv", layers, model.qkv_inputs, q + 2 * kv),
-        *attention,
-        linear("output", layers, q, hidden),
-        linear("gate_up", layers, hidden, 2 * ffn),
-        linear("down", layers, ffn, hidden),
-        # Two norms with their residual sums: read both, write both. Rotation and cache append. The
-        # gate.
-        elementwise("norms", layers, 8 * hidden),
-        elementwise("rope_append", layers, 4 * (q + 2 * kv)),
-        elementwise("gate", layers, 3 * ffn),
-        linear("head", 1, hidden, vocabulary, forward.head_bytes or activation),
-        elementwise(
-            "choice", 1, hardware.stack.logit_passes * vocabulary if forward.chooses else 0.0
-        ),
+        *(_matmul(matrices, forward) for matrices in model.matrices),
+        *(op for memory in model.memories for op in _reads(memory, forward, hardware)),
+        # Two norms with their residual sums: read both, write both. The gate.
+        elementwise("norms", model.num_layers, 8 * hidden),
+        elementwise("rope_append", 1, 4 * rotated),
+        elementwise("gate", 1, 3 * model.gated_features),
+        head._replace(is_exact=forward.weight_bytes >= BF16),  # read by the kernels of its layers
+        elementwise("choice", 1, passes * vocabulary),
     ]
+
+
+def _matmul(matrices: Matrices, forward: Pass) -> Operator:
+    """Return the products with equal matrices; of experts, with those that the pass touches."""
+    size = matrices.stored_bytes or forward.weight_bytes
+    weights = matrices.inputs * matrices.outputs
+    rows = forward.batch * forward.query_tokens
+    read = 1.0
+    if matrices.experts:
+        read = forward.routing.touched(
+            matrices.experts, matrices.experts_per_token, forward.batch, forward.query_tokens
+        )
+        rows *= matrices.experts_per_token
+    activations = rows * (matrices.inputs + matrices.outputs) * forward.activation_bytes
+    return Operator(
+        matrices.name,
+        "weights",
+        matrices.number,
+        flops=2 * rows * weights,
+        bytes=read * weights * size + activations,
+        rows=rows / read,
+        is_exact=size >= BF16,
+    )
+
+
+def _reads(memory: TokenMemory, forward: Pass, hardware: Hardware) -> list[Operator]:
+    """Return what equal layers read of earlier tokens: entries, an index of them, and states."""
+    batch, tokens = forward.batch, forward.query_tokens
+    ops = []
+    if memory.entry:
+        # Where it is not split, each query head has a tile of its own.
+        heads = memory.heads if forward.splits else memory.query_heads
+        stretch = tile_stretch(batch * heads, hardware.device.num_sms, forward.splits)
+        cached = batch * memory.read(forward.cached_tokens)
+        rows = tokens * memory.query_heads / memory.heads
+        flops = 2 * tokens * cached * memory.scores
+        num_bytes = cached * memory.entry * forward.kv_bytes
+        ops.append(Operator("attention", "kv", memory.layers, flops, num_bytes, rows, stretch))
+    if memory.index_entry:
+        cached = batch * memory.kept(forward.cached_tokens)
+        flops = 2 * tokens * cached * memory.index_scores
+        num_bytes = cached * memory.index_entry * forward.kv_bytes
+        rows = tokens * memory.index_scores / memory.index_entry
+        ops.append(Operator("index", "kv", memory.layers, flops, num_bytes, rows))
+    if memory.state_bytes:
+        # Read once, and written after each token, because any of them may be the last one accepted.
+        num_bytes = batch * memory.state_bytes * (1 + tokens)
+        ops.append(Operator("states", "activations", memory.layers, 0.0, num_bytes, batch * tokens))
+    return ops
 
 
 def entries_time(forward: Pass, hardware: Hardware) -> StepTime:
@@ -252,20 +276,8 @@ def arithmetic_intensity(forward: Pass, hardware: Hardware) -> float:
     return sum(op.number * op.flops for op in ops) / sum(op.number * op.bytes for op in ops)
 
 
-def layer_weights(model: ModelConfig) -> float:
+def layer_weights(model: ModelConfig) -> int:
     """Return the elements of the matrices of all layers, which are what a draft's quantization
     makes smaller.
     """
-    q, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    in_features = model.hidden_size * (q + 3 * model.intermediate_size) + model.qkv_inputs * (
-        q + 2 * kv
-    )
-    return model.num_layers * in_features
-
-
-@cache
-def _windows(model: ModelConfig) -> list[tuple[int | None, int]]:
-    """Return each sliding window, None for layers without one, and the number of layers that have
-    it.
-    """
-    return list(Counter(model.window_of(layer) for layer in range(model.num_layers)).items())
+    return sum(matrices.elements for matrices in model.matrices)

@@ -13,6 +13,7 @@ from magicdec.config.registry import DRAFTS, POLICIES
 from magicdec.costmodel.hardware import Hardware
 from magicdec.costmodel.kernel_costs import CODES, SCORES, SELECTING, WEIGHTS, work_of
 from magicdec.costmodel.roofline import BF16, Pass, StepTime, choice_time, entries_time, step_time
+from magicdec.costmodel.routing import UNIFORM, Routing
 from magicdec.costmodel.targets import model_label
 from magicdec.errors import UserError
 
@@ -45,6 +46,7 @@ class Setup:
     # Of the rounds of a lookup, those with a match. Others verify one token, in software whose rows
     # may differ.
     match_share: float = 1.0
+    routing: Routing = UNIFORM  # of tokens to experts
 
     def __post_init__(self) -> None:
         if not self.draft.is_model:
@@ -153,7 +155,16 @@ class Setup:
         size = self.element_bytes
         weight = self.weight_bytes
         return Pass(
-            self.target, self.batch, 1, self.context, self.ranks, weight, size, size, weight
+            self.target,
+            self.batch,
+            1,
+            self.context,
+            self.ranks,
+            weight,
+            size,
+            size,
+            weight,
+            routing=self.routing,
         )
 
     @cached_property
@@ -174,6 +185,7 @@ class Setup:
             kv_bytes=self.cache.element_bytes(self.draft_model, self.element_bytes),
             activation_bytes=self.element_bytes,
             head_bytes=self.weight_bytes,
+            routing=self.routing,
         )
 
     @cached_property
@@ -343,6 +355,7 @@ def prefill_s(setup: Setup, model: ModelConfig, ranks: int, prompt_len: int) -> 
             size,
             setup.weight_bytes,
             chooses=False,
+            routing=setup.routing,
         )
         seconds += step_time(chunk, setup.hardware).total
     return seconds

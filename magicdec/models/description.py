@@ -13,7 +13,7 @@ from magicdec.architectures.hugging_face import (
     GenerationConfig,
     eos_ids,
     from_hugging_face,
-    refuse_quantized,
+    refusal_of_quantized,
     unread_keys,
     unread_processors,
 )
@@ -52,11 +52,12 @@ def locate(path: str, key: str = "target.path", weights: bool = True) -> Path:
     return _download(path, key, ["*.json", "*.safetensors"] if weights else ["*.json"])
 
 
-def read_config(folder: Path, implementation: str = "auto") -> ModelConfig:
+def read_config(folder: Path, implementation: str = "auto", runs: bool = True) -> ModelConfig:
     """Return the architecture that the folder's `config.json` describes.
 
     `implementation` is target.implementation: what `native` does not cover, `auto` describes as
-    transformers' modules.
+    transformers' modules. Without `runs`, models are described as well that can only be predicted:
+    quantized ones, and those with other layers than attention.
 
     The end-of-sequence tokens are those of `generation_config.json` where it names any, as in
     transformers' generate. A head of its own counts as such, even if `config.json` ties it. Keys
@@ -67,7 +68,7 @@ def read_config(folder: Path, implementation: str = "auto") -> ModelConfig:
     plain = read_json(path, OBJECT)
     if "draft_vocab_size" in plain or "speculators_model_type" in plain:
         return _read_head(folder, plain)
-    config = describe(plain, str(path), implementation)
+    config = describe(plain, str(path), implementation, runs)
     if config.implementation == "native":
         report_keys(path, unread_keys(plain), NOT_READ)
     else:
@@ -95,12 +96,16 @@ def _read_head(folder: Path, plain: OBJECT) -> ModelConfig:
     return config
 
 
-def describe(plain: OBJECT, name: str, implementation: str = "auto") -> ModelConfig:
+def describe(
+    plain: OBJECT, name: str, implementation: str = "auto", runs: bool = True
+) -> ModelConfig:
     """Return the architecture of a config.json, as our own transformer runs it or as transformers'
-    modules do. `name` is what errors call the file.
+    modules do. `name` is what errors call the file; see `read_config`.
     """
-    refuse_quantized(plain, name)
-    if implementation != "transformers":
+    quantized = refusal_of_quantized(plain)
+    if runs and quantized:
+        raise UserError(f"{name}: {quantized}")
+    if implementation != "transformers" and not quantized:
         try:
             return from_hugging_face(plain, name)
         except Unsupported:
@@ -113,7 +118,10 @@ def describe(plain: OBJECT, name: str, implementation: str = "auto") -> ModelCon
     check_version()
     from magicdec.models.adapter.facts import describe as describe_modules
 
-    return describe_modules(plain, name)
+    config = describe_modules(plain, name)
+    if runs and config.refusal:
+        raise UserError(f"{name}: {config.refusal}")
+    return replace(config, refusal=quantized) if quantized else config
 
 
 def _eos_ids(folder: Path) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from magicdec.architectures.model_config import ModelConfig
 from magicdec.architectures.modules_config import ModulesConfig
 from magicdec.attention import backends
 from magicdec.config.registry import DRAFTS, POLICIES
+from magicdec.costmodel.growth import growth
 from magicdec.measure.memory_use import available_bytes
 from magicdec.models import description
 from magicdec.models.metadata import read_json
@@ -22,25 +23,37 @@ def examine(path: str, device: torch.device, dtype: torch.dtype) -> Iterator[tup
     """Yield what is to be known of a model, as checks and their texts.
 
     `path` is a folder, a config.json or a hub id, of which only the json files are downloaded.
-    Raise UserError for a model that cannot run, with the reason.
+    Raise UserError for a model that can be neither run nor predicted, with the reason.
     """
     config = _read(path)
+    predicted = config.as_predicted()
+    if refusal := getattr(config, "refusal", ""):
+        yield "runs", f"no: {refusal}"
+        yield "predictions", "scenario=predict and scenario=plan, with target.path=FOLDER"
+        yield from _growth(predicted)
+        yield from _sizes(predicted, device, dtype)
+        return
     yield "implementation", _implementation(config)
     yield "attention", _attention(config, device, dtype)
     yield from (("remark", remark) for remark in config.remarks_on(config.max_position_embeddings))
     yield "drafts", f"{_those(DRAFTS)}; draft=model with any target of the same vocabulary"
     yield "cache policies", _those(POLICIES)
-    for refused in _refused(config):
-        yield "refused", refused
+    yield from (("refused", refused) for refused in _refused(config))
+    yield from _growth(predicted)
     yield from _sizes(config, device, dtype)
+
+
+def _growth(config: ModelConfig) -> Iterator[tuple[str, str]]:
+    text = growth(config) or f"with the context grow the entries of all {config.num_layers} layers"
+    yield "a step reads", text
 
 
 def _read(path: str) -> ModelConfig:
     file = Path(path).expanduser()
     if file.is_file():
         plain: dict[str, Any] = read_json(file, dict[str, Any])
-        return description.describe(plain, str(file))
-    return description.read_config(description.locate(path, "--model", weights=False))
+        return description.describe(plain, str(file), runs=False)
+    return description.read_config(description.locate(path, "--model", weights=False), runs=False)
 
 
 def _implementation(config: ModelConfig) -> str:
@@ -70,7 +83,6 @@ def _refused(config: ModelConfig) -> Iterator[str]:
     if isinstance(config, ModulesConfig):
         yield "hardware.tensor_parallel above 1: its modules run on one device"
         yield "draft.quantization with draft=self: codes replace layers of our own transformer"
-        yield "predictions: modules have no cost model"
     longest = config.max_position_embeddings
     yield f"batch.context_len + batch.generate_len above {longest:,}: its trained context"
 
@@ -78,7 +90,7 @@ def _refused(config: ModelConfig) -> Iterator[str]:
 def _sizes(
     config: ModelConfig, device: torch.device, dtype: torch.dtype
 ) -> Iterator[tuple[str, str]]:
-    weights = config.num_parameters * dtype.itemsize
+    weights = config.stored_weight_bytes(dtype.itemsize)
     entries = config.kv_elements_per_token * TOKENS * dtype.itemsize
     precision = str(dtype).removeprefix("torch.")
     billions = config.num_parameters / 1e9

@@ -38,7 +38,7 @@ def identify(key: str, choice: ModelChoice, loads: bool) -> tuple[ModelChoice, P
     from magicdec.models import description
 
     folder = description.locate(choice.path, f"{key}.path", weights=loads)
-    config = description.read_config(folder, choice.implementation)
+    config = description.read_config(folder, choice.implementation, runs=loads)
     if choice.architecture is not None:
         written = from_values(origin["architecture"]) if origin.get("architecture") else None
         for name in ModelConfig.__dataclass_fields__:
@@ -60,7 +60,7 @@ def _of_file(choice: ModelChoice, file: str) -> ModelChoice:
     from magicdec.models.metadata import read_json
 
     plain = read_json(Path(file), dict[str, Any])
-    config = description.describe(plain, file, choice.implementation)
+    config = description.describe(plain, file, choice.implementation, runs=False)
     # Which tokens end a sequence is for the checkpoint to say.
     return _described(choice, choice.name, replace(config, eos_token_ids=()))
 

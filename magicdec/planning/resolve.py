@@ -224,6 +224,8 @@ def _check_modules(config: Config, target: PlannedModel, draft: PlannedModel | N
     for model in models:
         if model.config.implementation == "native":
             continue
+        if refusal := getattr(model.config, "refusal", ""):
+            raise UserError(f"{model.key}: {refusal}; it can be predicted (scenario=predict)")
         key = f"{model.key}.implementation=transformers"
         if config.hardware.tensor_parallel > 1:
             ranks = config.hardware.tensor_parallel

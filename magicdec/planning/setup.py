@@ -3,6 +3,7 @@ machine.
 """
 
 from dataclasses import replace
+from typing import Any
 
 from magicdec.config.choices import DraftConfig
 from magicdec.config.registry import DRAFTS
@@ -22,10 +23,6 @@ def setup_of(plan: Plan, bandwidth_gbs: float | None = None, tflops: float | Non
     `bandwidth_gbs` and `tflops` are measured figures for a device without a known datasheet.
     Raise UserError if there is nothing to predict with.
     """
-    for model in (plan.target, plan.draft):
-        if model is not None and not model.config.is_predicted:
-            how = "runs as transformers' modules, which have no cost model"
-            raise UserError(f"{model.key}.implementation=transformers: {model.key} {how}")
     config, h = plan.config, plan.config.hardware
     stack = None
     if not plan.predicts:
@@ -49,7 +46,8 @@ def setup_of(plan: Plan, bandwidth_gbs: float | None = None, tflops: float | Non
             "draft=none: there is no speculation to predict; choose draft=self or draft=model"
         )
     setup = _setup(plan, hardware, DRAFTS["self"].facts() if searches else config.draft)
-    return setup if match_share is None else replace(setup, match_share=match_share)
+    changes: dict[str, Any] = {} if match_share is None else {"match_share": match_share}
+    return replace(setup, target=setup.target.as_predicted(), **changes)
 
 
 def held(plan: Plan, num_rows: int, context_len: int) -> Memory:

@@ -6,7 +6,7 @@ B rows, T tokens, H query heads, K KV heads, D head dim.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,15 +17,25 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from magicdec.architectures.hugging_face import GenerationConfig, eos_ids
+from magicdec.architectures.layer_facts import Matrices, TokenMemory
 from magicdec.architectures.modules_config import SINKS, SOFTCAP, ModulesConfig, MtpFacts
 from magicdec.errors import UserError, in_one_line
 from magicdec.inputs.rules import parse
+from magicdec.models.adapter.counts import (
+    EXPERTS_PER_TOKEN,
+    TOKENS,
+    WeightSizes,
+    kept_by_a_pass,
+    matrices_of,
+    memories_of,
+)
 from magicdec.models.adapter.interface import NAME, layers_of
 from magicdec.models.adapter.transformers_library import check_version, config_of, quiet
 
 RECORDING, STORELESS = "magicdec_recording", "magicdec_storeless"
 ATTENTION_LAYERS = ("full_attention", "sliding_attention")  # of layer_types
-TOKENS = 2  # of the pass that is recorded
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+COUNTED = "sdpa"  # attention of models that are counted and cannot run here
 
 
 @dataclass(frozen=True)
@@ -46,25 +56,33 @@ class Recording:
 
     longest: int
     layers: dict[int, LayerFacts] = field(default_factory=dict)
-    window_of_mask: dict[int, int | None] = field(default_factory=dict)
+    cache: Any = None  # that the pass has left
 
 
 def describe(plain: Mapping[str, Any], name: str) -> ModulesConfig:
-    """Return the architecture of a config.json whose model is to run as transformers' modules.
+    """Return the architecture of a config.json as transformers' modules show it: what is needed to
+    run it, or, with the reason as its `refusal`, what is needed to predict it.
 
-    `name` is what errors call the file. Raise UserError for a model that cannot run so, with the
-    reason.
+    `name` is what errors call the file. Raise UserError for a model that cannot be counted either.
     """
     quiet()
     check_version()
     try:
-        return _described(plain)
+        whole = config_of(plain)
+        stored = WeightSizes(plain.get("quantization_config"))
+        try:
+            described = _runnable(whole, stored)
+        except UserError as error:
+            described = _counted(whole, stored, str(error))
     except UserError as error:
         raise UserError(f"{name}: {error}") from None
+    return replace(described, config_json=json.dumps(plain, sort_keys=True))
 
 
-def _described(plain: Mapping[str, Any]) -> ModulesConfig:
-    whole = config_of(plain)
+def _runnable(whole: Any, stored: WeightSizes) -> ModulesConfig:
+    """Return what is needed to run a model. Raise UserError where it cannot run, with the
+    reason.
+    """
     config = whole.get_text_config()
     refuse(config)
     longest = config.max_position_embeddings
@@ -78,30 +96,67 @@ def _described(plain: Mapping[str, Any]) -> ModulesConfig:
         )
     window, sliding = _windows(layers)
     [num_heads] = _one_of("query heads", [layer.num_heads for layer in layers])
+    return replace(
+        _of_modules(whole, model, recording.cache, stored),
+        num_heads=num_heads,
+        num_kv_heads=max(layer.num_kv_heads for layer in layers),
+        head_dim=max(max(layer.key_dim, layer.value_dim) for layer in layers),
+        sliding_window=window,
+        sliding_layers=sliding,
+        weightings=tuple(sorted({need for layer in layers for need in layer.needs})),
+        long_rope_from=_long_rope(config),
+        remarks=tuple(_remarks(layers)),
+    )
+
+
+def _counted(whole: Any, stored: WeightSizes, refusal: str) -> ModulesConfig:
+    """Return what is needed to predict a model that cannot run here. Raise UserError, with the
+    reason why it cannot run, where it cannot be counted either.
+    """
+    if getattr(whole, "is_encoder_decoder", False):
+        raise UserError(refusal)
+    try:
+        model = storeless(whole, torch.bfloat16, COUNTED)
+        counted = _of_modules(whole, model, kept_by_a_pass(model), stored)
+    except UserError as error:
+        raise UserError(f"{refusal}; nor can it be predicted: {error}") from None
+    return replace(counted, refusal=refusal)
+
+
+def _of_modules(whole: Any, model: Any, cache: Any, stored: WeightSizes) -> ModulesConfig:
+    """Return what modules and the cache of a pass show, with the sizes of attention as the
+    config.json has them.
+    """
+    config = whole.get_text_config()
     experts = _experts(model)
+    if not experts.count and any((getattr(config, key, 0) or 0) > 1 for key in EXPERT_COUNTS):
+        raise UserError(
+            f"model_type={config.model_type}: its experts take no part in transformers' interface"
+            " of experts"
+        )
+    memories = memories_of(cache, config)
+    heads = max((memory.heads for memory in memories), default=0) or 1
+    widths = [memory.entry // (2 * memory.heads) for memory in memories if memory.heads]
+    widest = max(widths, default=2)
     return ModulesConfig(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         intermediate_size=getattr(config, "intermediate_size", None) or config.hidden_size,
-        num_layers=len(layers),
-        num_heads=num_heads,
-        num_kv_heads=max(layer.num_kv_heads for layer in layers),
-        head_dim=max(max(layer.key_dim, layer.value_dim) for layer in layers),
-        max_position_embeddings=longest,
+        num_layers=config.num_hidden_layers,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=heads,
+        head_dim=widest + widest % 2,
+        max_position_embeddings=config.max_position_embeddings,
         tie_word_embeddings=bool(whole.tie_word_embeddings),
-        sliding_window=window,
-        sliding_layers=sliding,
         eos_token_ids=eos_ids(parse(GenerationConfig, {"eos_token_id": config.eos_token_id})),
         model_type=whole.model_type,
-        config_json=json.dumps(plain, sort_keys=True),
         parameters=sum(weight.numel() for weight in model.parameters()),
         expert_parameters=experts.parameters,
         num_experts=experts.count,
         experts_per_token=experts.per_token,
-        weightings=tuple(sorted({need for layer in layers for need in layer.needs})),
-        mtp=_mtp_facts(config, model, experts),
-        long_rope_from=_long_rope(config),
-        remarks=tuple(_remarks(layers)),
+        mtp=_mtp_facts(config, model, experts, memories_of(cache, config, last=True)),
+        counted_matrices=matrices_of(model, stored),
+        counted_memories=memories,
     )
 
 
@@ -143,11 +198,17 @@ def _long_rope(config: Any) -> int | None:
 
 def storeless(whole: Any, dtype: torch.dtype, attention: str) -> Any:
     """Return a causal language model on the meta device, whose experts compute nothing."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            whole, dtype=dtype, attn_implementation=attention, trust_remote_code=False
-        )
-    model.set_experts_implementation(STORELESS)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                whole, dtype=dtype, attn_implementation=attention, trust_remote_code=False
+            )
+        model.set_experts_implementation(STORELESS)
+    except Exception as error:  # of the modules' own code
+        raise UserError(
+            f"transformers makes no modules of model_type={whole.model_type}"
+            f" ({in_one_line(error):.160})"
+        ) from None
     return model.eval().requires_grad_(False)
 
 
@@ -158,10 +219,10 @@ def record(model: Any, longest: int) -> Recording:
     recording = Recording(longest)
     tokens_BT = torch.zeros(1, TOKENS, dtype=torch.int64, device="meta")
     # A mask of padding, because without one transformers looks at the numbers of positions.
-    arguments = {"attention_mask": torch.ones_like(tokens_BT), "use_cache": False, NAME: recording}
+    arguments = {"attention_mask": torch.ones_like(tokens_BT), "use_cache": True, NAME: recording}
     try:
         with torch.device("meta"), torch.inference_mode():
-            hidden = model.get_decoder()(input_ids=tokens_BT, **arguments).last_hidden_state
+            output = model.get_decoder()(input_ids=tokens_BT, **arguments)
     except UserError:
         raise
     except Exception as error:
@@ -169,8 +230,9 @@ def record(model: Any, longest: int) -> Recording:
             f"model_type={model.config.model_type}: its modules cannot run over a cache of ours"
             f" ({in_one_line(error):.160})"
         ) from None
-    if hidden.dim() != 3:
+    if output.last_hidden_state.dim() != 3:
         raise UserError(f"model_type={model.config.model_type}: it has several residual streams")
+    recording.cache = output.past_key_values
     return recording
 
 
@@ -234,15 +296,17 @@ def _experts(model: Any) -> ExpertFacts:
     """Return the experts that the recorded pass went through."""
     facts = ExpertFacts()
     for module in model.modules():
-        if hasattr(module, "magicdec_experts_per_token"):
+        if hasattr(module, EXPERTS_PER_TOKEN):
             facts.layers += 1
             facts.count = module.num_experts
-            facts.per_token = module.magicdec_experts_per_token
+            facts.per_token = int(getattr(module, EXPERTS_PER_TOKEN))
             facts.parameters += sum(weight.numel() for weight in module.parameters())
     return facts
 
 
-def _mtp_facts(config: Any, model: Any, experts: ExpertFacts) -> MtpFacts | None:
+def _mtp_facts(
+    config: Any, model: Any, experts: ExpertFacts, memories: tuple[TokenMemory, ...]
+) -> MtpFacts | None:
     """Return what is known of the modules behind a model's layers that predict further tokens; None
     where config.json names none, or some with other layers than attention.
 
@@ -257,7 +321,9 @@ def _mtp_facts(config: Any, model: Any, experts: ExpertFacts) -> MtpFacts | None
     each = sum(weight.numel() for weight in last.parameters()) + joined
     of_experts = experts.parameters // experts.layers if experts.layers else 0
     sliding = tuple(index for index, kind in enumerate(kinds) if kind == "sliding_attention")
-    return MtpFacts(count, count * each, count * of_experts, sliding)
+    join = Matrices("join", 1, 2 * config.hidden_size, config.hidden_size)
+    matrices = (join, *matrices_of(last, WeightSizes(None)))
+    return MtpFacts(count, count * each, count * of_experts, sliding, matrices, memories)
 
 
 def _skip_experts(
@@ -265,7 +331,7 @@ def _skip_experts(
 ) -> Tensor:
     """Allocate what experts allocate, as experts of transformers' interface."""
     chosen = top_k_index.numel()
-    self.magicdec_experts_per_token = top_k_index.shape[-1]
+    setattr(self, EXPERTS_PER_TOKEN, top_k_index.shape[-1])
     widest = max(weight.shape[-1] for weight in self.parameters())
     widest = max(widest, *(weight.shape[-2] for weight in self.parameters() if weight.dim() == 3))
     hidden_states.new_empty(chosen, widest)

@@ -1,0 +1,97 @@
+"""What a pass through a model's layers reads, by kind: matrices of weights, and what layers keep of
+earlier tokens. Torch-free.
+"""
+
+from dataclasses import replace
+from typing import Annotated
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from magicdec.inputs.rules import STRICT
+
+Number = Annotated[int, Field(ge=0)]
+Bytes = Annotated[float, Field(gt=0)]
+
+
+@dataclass(frozen=True, config=STRICT)
+class Matrices:
+    """Equal matrices of weights: `number` of them, each of inputs x outputs.
+
+    With `experts`, each of them is one of so many matrices, of which a token takes
+    `experts_per_token`.
+    """
+
+    name: str
+    number: Number
+    inputs: Number
+    outputs: Number
+    experts: Number = 0
+    experts_per_token: Number = 0
+    # Of an element, scales included, as the checkpoint stores it; None: as all weights are.
+    stored_bytes: Bytes | None = None
+
+    @property
+    def elements(self) -> int:
+        """Return the weights of all of them, all experts included."""
+        return self.number * max(1, self.experts) * self.inputs * self.outputs
+
+    def shared_by(self, ranks: int) -> "Matrices":
+        """Return one rank's share: the longer side is divided."""
+        if self.outputs >= self.inputs:
+            return replace(self, outputs=-(-self.outputs // ranks))
+        return replace(self, inputs=-(-self.inputs // ranks))
+
+
+@dataclass(frozen=True, config=STRICT)
+class TokenMemory:
+    """What each of `layers` equal layers keeps of a sequence, and what it costs to read.
+
+    Entries (keys and values, or the latents of both) grow with the sequence up to `window`; states
+    have one size. Sparse attention reads `selected` entries, which it chooses by the keys of an
+    index, and of those it reads all.
+    """
+
+    layers: Number
+    query_heads: Number = 0
+    heads: Number = 0  # that have entries of their own
+    entry: Number = 0  # elements that a token adds
+    scores: Number = 0  # multiplications and additions for a query token and an entry, in pairs
+    window: Number | None = None
+    state_bytes: Number = 0
+    index_entry: Number = 0  # elements that a token adds to the index
+    index_scores: Number = 0
+    selected: Number | None = None
+
+    @property
+    def grows(self) -> bool:
+        """Return whether it grows with any context."""
+        return bool(self.entry) and self.window is None
+
+    def kept(self, tokens: float) -> float:
+        """Return the entries that are kept of a sequence."""
+        return tokens if self.window is None else min(tokens, self.window)
+
+    def read(self, tokens: float) -> float:
+        """Return the entries that attention reads of a sequence."""
+        kept = self.kept(tokens)
+        return kept if self.selected is None else min(kept, self.selected)
+
+    def stored_bytes(self, tokens: float, element_bytes: float) -> float:
+        """Return the bytes that all layers keep of a sequence."""
+        entries = (self.entry + self.index_entry) * self.kept(tokens) * element_bytes
+        return self.layers * (entries + self.state_bytes)
+
+    def shared_by(self, ranks: int) -> "TokenMemory":
+        """Return one rank's share. Each has the whole of latents and of the index, which all heads
+        share.
+        """
+        heads = max(1, self.heads // ranks) if self.heads else 0
+        return replace(
+            self,
+            heads=heads,
+            query_heads=self.query_heads // ranks,
+            entry=self.entry * heads // max(1, self.heads),
+            scores=self.scores // ranks,
+            state_bytes=self.state_bytes // ranks,
+        )

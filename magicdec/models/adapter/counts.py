@@ -1,0 +1,201 @@
+"""What the layers of a model hold and keep, counted on its modules and on the cache that a pass
+without storage leaves behind.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from math import inf
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.quantizers.quantizers_utils import should_convert_module
+from typing_extensions import override
+
+from magicdec.architectures.layer_facts import Matrices, TokenMemory
+from magicdec.errors import UserError, in_one_line
+
+TOKENS = 2  # of the pass
+EXPERTS_PER_TOKEN = "magicdec_experts_per_token"  # an attribute of experts that a pass reached
+LINEAR_STATES = ("conv_states", "recurrent_states")
+ENTRIES = {"keys", "values", "indexer_keys", *LINEAR_STATES}  # tensors of a cache that are counted
+EXCLUDED = ("modules_to_not_convert", "ignore", "ignored_layers", "exclude_modules")
+SCALE_OF_32 = 1 / 32  # of MXFP4: a byte for 32 weights
+SCALE_OF_16 = 1 / 16  # of NVFP4: a byte for 16 weights
+SCALE_OF_BLOCK = 4 / 128**2  # of FP8
+
+
+class WeightSizes:
+    """The sizes of weights in a quantized checkpoint, by its `quantization_config`."""
+
+    def __init__(self, settings: Mapping[str, Any] | None):
+        """Raise UserError for a method whose sizes are not known."""
+        self.settings = settings or {}
+        patterns = [name for key in EXCLUDED for name in self.settings.get(key) or ()]
+        self.excluded = [str(name).removeprefix("re:") for name in patterns]
+        self.only_experts = self._method == "mxfp4"
+        self.bytes = self._bytes() if settings else None
+
+    @property
+    def _method(self) -> str:
+        return str(self.settings.get("quant_method"))
+
+    def of(self, name: str, module: nn.Module) -> float | None:
+        """Return the bytes of a weight of a module; None where it is not quantized."""
+        is_experts = hasattr(module, EXPERTS_PER_TOKEN)
+        is_converted = is_experts or (isinstance(module, nn.Linear) and not self.only_experts)
+        if not is_converted or not should_convert_module(name, self.excluded):
+            return None
+        return self.bytes
+
+    def _bytes(self) -> float:
+        group = self.settings.get("group_size") or 128
+        bits = self.settings.get("bits") or self.settings.get("w_bit") or 4
+        groups = self.settings.get("config_groups") or {}
+        weights = next((value.get("weights") or {} for value in groups.values()), {})
+        known: dict[str, Callable[[], float]] = {
+            "mxfp4": lambda: 0.5 + SCALE_OF_32,
+            "nvfp4": lambda: 0.5 + SCALE_OF_16,
+            "fp8": lambda: 1 + SCALE_OF_BLOCK,
+            "fbgemm_fp8": lambda: 1.0,
+            "awq": lambda: bits / 8 + (2 + bits / 8) / group,
+            "gptq": lambda: bits / 8 + (2 + bits / 8) / group,
+            "compressed-tensors": lambda: (
+                weights["num_bits"] / 8 + 2 / (weights.get("group_size") or inf)
+            ),
+        }
+        try:
+            return known[self._method]()
+        except (KeyError, TypeError):
+            raise UserError(
+                f"quant_method={self._method}: the size of its weights is not known; known:"
+                f" {', '.join(known)}"
+            ) from None
+
+
+def matrices_of(model: Any, stored: WeightSizes) -> tuple[Matrices, ...]:
+    """Return the weights of a model's layers, or of one layer, after a pass that has reached its
+    experts.
+    """
+    kinds: Counter[Matrices] = Counter()
+    outside = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    if hasattr(model, "get_output_embeddings"):
+        outside.add(id(model.get_output_embeddings().weight))
+    for name, module in model.named_modules():
+        least = 3 if hasattr(module, EXPERTS_PER_TOKEN) else 2  # without the biases of experts
+        for weight in module.parameters(recurse=False):
+            if weight.dim() >= least and id(weight) not in outside:
+                kinds[_matrix(name, module, weight, stored.of(name, module))] += 1
+    return tuple(Matrices(**{**vars(kind), "number": number}) for kind, number in kinds.items())
+
+
+def _matrix(name: str, module: nn.Module, weight: Tensor, stored_bytes: float | None) -> Matrices:
+    short = name.rpartition(".")[2]
+    if hasattr(module, EXPERTS_PER_TOKEN):
+        experts, outputs, inputs = weight.shape
+        if getattr(module, "is_transposed", False):
+            outputs, inputs = inputs, outputs
+        taken = int(getattr(module, EXPERTS_PER_TOKEN))
+        return Matrices(short, 1, inputs, outputs, experts, taken, stored_bytes=stored_bytes)
+    rows, *others = weight.shape
+    return Matrices(short, 1, torch.Size(others).numel(), rows, stored_bytes=stored_bytes)
+
+
+class ScalarsAreOne(TorchDispatchMode):
+    """A mode in which a number read from a tensor without storage is 1: masks let everything be
+    seen.
+    """
+
+    @override
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return torch.ones((), dtype=args[0].dtype, device="cpu").item()
+        return func(*args, **(kwargs or {}))
+
+
+def kept_by_a_pass(model: Any) -> Any:
+    """Return the cache of a pass of TOKENS tokens through modules without storage, whatever their
+    attention is. Raise UserError where the modules cannot run so.
+    """
+    tokens_BT = torch.zeros(1, TOKENS, dtype=torch.int64, device="meta")
+    mask_BT = torch.ones_like(tokens_BT)
+    try:
+        with torch.device("meta"), torch.no_grad(), ScalarsAreOne():
+            output = model.get_decoder()(
+                input_ids=tokens_BT, attention_mask=mask_BT, use_cache=True
+            )
+    except Exception as error:  # of the modules' own code
+        raise UserError(
+            f"model_type={model.config.model_type}: its modules cannot be counted"
+            f" ({in_one_line(error):.160})"
+        ) from None
+    return output.past_key_values
+
+
+def memories_of(cache: Any, config: Any, last: bool = False) -> tuple[TokenMemory, ...]:
+    """Return what the layers keep, or the last one alone, by the cache that a pass of TOKENS tokens
+    of one row has left.
+
+    Raise UserError for a cache that keeps what is not known to be counted.
+    """
+    for name, value in vars(cache).items():
+        if isinstance(value, list) and any(isinstance(item, Tensor) for item in value):
+            raise _not_counted(config, name)
+    kinds = Counter(_memory(layer, config) for layer in cache.layers[-last:])
+    return tuple(
+        TokenMemory(**{**vars(kind), "layers": layers})
+        for kind, layers in kinds.items()
+        if kind.entry or kind.state_bytes
+    )
+
+
+def _memory(layer: Any, config: Any) -> TokenMemory:
+    tensors = dict(_tensors(layer))
+    states = [tensor for name, tensor in _tensors(layer) if name in LINEAR_STATES]
+    if hasattr(layer, "conv_states") and not tensors:
+        raise UserError(
+            f"model_type={config.model_type}: its recurrent layers keep their states themselves"
+        )
+    if unknown := sorted({*tensors} - ENTRIES):
+        raise _not_counted(config, unknown[0])
+    state_bytes = sum(state.numel() * state.itemsize for state in states)
+    if "keys" not in tensors:
+        return TokenMemory(1, state_bytes=state_bytes)
+    keys, values = tensors["keys"], tensors["values"]
+    heads, key_dim, value_dim = keys.shape[1], keys.shape[3], values.shape[3]
+    # Latents of one head serve as keys and as values, and the part that is rotated as keys alone.
+    is_latent = heads == 1 and key_dim != value_dim
+    scored = 2 * key_dim + value_dim if is_latent else key_dim + value_dim
+    index = tensors.get("indexer_keys")
+    index_dim = 0 if index is None else index.shape[-1]
+    return TokenMemory(
+        1,
+        query_heads=config.num_attention_heads,
+        heads=heads,
+        entry=heads * (key_dim + value_dim),
+        scores=config.num_attention_heads * scored,
+        window=getattr(layer, "sliding_window", None),
+        state_bytes=state_bytes,
+        index_entry=index_dim,
+        index_scores=index_dim * (getattr(config, "index_n_heads", None) or 1),
+        # Layers without an index of their own read what one before them has chosen.
+        selected=getattr(config, "index_topk", None),
+    )
+
+
+def _not_counted(config: Any, name: str) -> UserError:
+    return UserError(
+        f"model_type={config.model_type}: its cache also keeps {name}, which is not predicted"
+    )
+
+
+def _tensors(layer: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that a layer of a cache keeps of a sequence, by name."""
+    for name, value in vars(layer).items():
+        values = value.values() if isinstance(value, dict) else [value]
+        for tensor in values:
+            if isinstance(tensor, Tensor) and tensor.dim() > 1:
+                yield name, tensor

@@ -1,0 +1,96 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from magicdec.config.load import compose
+from magicdec.costmodel.hardware import hardware_named
+from magicdec.costmodel.prediction import predict, verdict
+from magicdec.costmodel.roofline import Pass, operators
+from magicdec.costmodel.routing import UNIFORM, Routing, recorded
+from magicdec.models.description import describe
+from magicdec.planning.resolve import resolve
+from magicdec.planning.setup import setup_of
+
+TARGETS = Path(__file__).parents[2] / "conf" / "target"
+# The share of a step's bytes that its KV cache is, at 32 x 32,768, by a count of others: of weights
+# as the checkpoint stores them, with uniform routing.
+SHARES = {
+    "qwen3-30b-a3b": 0.66,
+    "gpt-oss-120b": 0.48,
+    "qwen3.5-27b": 0.52,
+    "deepseek-v3": 0.15,
+    "llama-3.1-8b": 0.90,
+}
+
+
+def described(target):
+    plain = json.loads((TARGETS / f"{target}.json").read_text())
+    return describe(plain, target, runs=False).as_predicted()
+
+
+@pytest.mark.parametrize("target", SHARES)
+def test_the_share_of_the_kv_cache_is_what_others_count(target):
+    ops = operators(Pass(described(target), 32, 1, 32_768), hardware_named("h100"))
+    kv = sum(op.number * op.bytes for op in ops if op.reads == "kv")
+    assert kv / sum(op.number * op.bytes for op in ops) == pytest.approx(SHARES[target], abs=0.01)
+
+
+@pytest.mark.parametrize(("target", "gib"), [("gpt-oss-120b", 60.8), ("gpt-oss-20b", 12.8)])
+def test_quantized_weights_have_the_size_that_their_page_states(target, gib):
+    plain = json.loads((TARGETS / "gpt-oss-120b.json").read_text())
+    sizes = json.loads((TARGETS / f"{target}.json").read_text())
+    quantized = sizes | {"quantization_config": plain["quantization_config"]}
+    config = describe(quantized, target, runs=False)
+    assert config.stored_weight_bytes(2) / 2**30 == pytest.approx(gib, rel=0.01)
+
+
+def test_experts_that_are_touched_are_those_of_a_simulation():
+    rng = np.random.default_rng(0)
+    draws = [[rng.permutation(16)[:2] for _ in range(6)] for _ in range(4000)]
+    counts = [len(np.unique(np.concatenate(tokens))) for tokens in draws]
+    assert UNIFORM.touched(16, 2, 3, 2) == pytest.approx(np.mean(counts), rel=0.01)
+    assert UNIFORM.touched(16, 2, 1, 1) == pytest.approx(2)
+
+
+def test_recorded_routing_explains_overlap_and_popularity():
+    rng = np.random.default_rng(0)
+    popular = np.arange(1, 17) / np.arange(1, 17).sum()
+    rows = []
+    for _ in range(300):
+        chosen = [rng.choice(16, 2, replace=False, p=popular)]
+        while len(chosen) < 20:
+            repeats = rng.random() < 0.6
+            chosen.append(chosen[-1] if repeats else rng.choice(16, 2, replace=False, p=popular))
+        rows.append(chosen)
+    routing = recorded(np.array([rows]), 16)
+    assert routing.novelty == pytest.approx(0.4, abs=0.05)
+    pairs = np.concatenate([np.array(rows)[:, :-1], np.array(rows)[:, 1:]], -1).reshape(-1, 4)
+    mean = np.mean([len(set(pair)) for pair in pairs])
+    assert routing.touched(16, 2, 1, 2) == pytest.approx(mean, rel=0.02)
+    assert routing.touched(16, 2, 8, 4) < UNIFORM.touched(16, 2, 8, 4)
+
+
+def test_a_verification_that_chooses_alike_touches_no_more():
+    assert Routing(novelty=0.0).touched(64, 8, 4, 5) == UNIFORM.touched(64, 8, 4, 1)
+
+
+def predicted(target, *keys):
+    sizes = ["batch.size=32", "batch.context_len=16384", "scenario.alpha=0.8"]
+    plan = resolve(
+        compose([f"target={target}", "scenario=predict", "hardware=h100", *sizes, *keys])
+    )
+    return predict(setup_of(plan), alpha=0.8)
+
+
+def test_a_verdict_says_what_grows_and_which_experts_are_touched():
+    text = verdict(predicted("gpt-oss-120b"))
+    assert "entries of 18 of 36 layers" in text
+    assert "18 layers stop at a window of 128 tokens" in text
+    assert "A step touches 64% of the experts, a verification " in text
+    assert "48 layers keep states of one size" in verdict(predicted("qwen3.5-27b"))
+
+
+def test_a_dense_target_has_no_such_remarks():
+    assert "grow the entries" not in verdict(predicted("llama-3.1-8b"))
