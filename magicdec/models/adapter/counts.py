@@ -144,10 +144,11 @@ def memories_of(cache: Any, config: Any, last: bool = False) -> tuple[TokenMemor
     for name, value in vars(cache).items():
         if isinstance(value, list) and any(isinstance(item, Tensor) for item in value):
             raise _not_counted(config, name)
-    kinds = Counter(_memory(layer, config) for layer in cache.layers[-last:])
+    layers = cache.layers[-1:] if last else cache.layers
+    kinds = Counter(_memory(layer, config) for layer in layers)
     return tuple(
-        TokenMemory(**{**vars(kind), "layers": layers})
-        for kind, layers in kinds.items()
+        TokenMemory(**{**vars(kind), "layers": number})
+        for kind, number in kinds.items()
         if kind.entry or kind.state_bytes
     )
 
