@@ -430,6 +430,11 @@ class Config:
     @property
     def adds_repeats(self) -> bool:
         """Return whether repeats can be added to a run: each is stored by itself."""
+        return isinstance(self.scenario, Compare)
+
+    @property
+    def compares_natively(self) -> bool:
+        """Return whether our own engine decodes both ways, which the cost model can predict."""
         return isinstance(self.scenario, Compare) and self.engine.name == "native"
 
     @property

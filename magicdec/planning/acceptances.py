@@ -50,7 +50,7 @@ def warning(plan: Plan) -> str | None:
     """
     config = plan.config
     if (
-        not (config.adds_repeats and config.speculates)
+        not (config.compares_natively and config.speculates)
         or CORPORA[config.data.name].facts.own_lengths
     ):
         return None

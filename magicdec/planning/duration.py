@@ -31,7 +31,7 @@ def seconds(plan: Plan, attempts: Iterable[Mapping[str, Any]]) -> float | None:
     A prefill that an earlier run shares takes no time.
     """
     config = plan.config
-    if not config.adds_repeats:
+    if not config.compares_natively:
         return _earlier(attempts)
     key = prefill_key(plan, 0)
     is_shared = config.sweep.share == "prefill" and plan.num_ranks == 1 and key in _prefilled

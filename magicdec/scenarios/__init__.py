@@ -140,7 +140,7 @@ def _settings(config: Config, job: Job) -> dict[str, Any]:
 def _losses(plan: "Plan") -> list[str]:
     """Return a warning about a run that is predicted not to pay."""
     # Whose machines have no datasheet.
-    if not plan.config.adds_repeats or plan.device.type == "cpu":
+    if not plan.config.compares_natively or plan.device.type == "cpu":
         return []
     # Here, because most runs need no cost model before they have ended.
     from magicdec.planning import acceptances

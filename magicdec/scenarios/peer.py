@@ -7,67 +7,104 @@ from typing import Any
 
 from magicdec.config.registry import ENGINES
 from magicdec.config.schema import Compare
+from magicdec.data import Prompts
 from magicdec.measure import memory_use, metrics
 from magicdec.measure.metrics import Metrics
 from magicdec.measure.system import Watch
-from magicdec.peers.base import Counts, Peer, PeerGeneration, PeerSpec
+from magicdec.peers.base import Counts, Peer, PeerSpec
 from magicdec.planning import build
 from magicdec.planning.resolved import Plan
 from magicdec.scenarios.outcome import Outcome
 from magicdec.scenarios.outputs import Outputs, lossless, speeds
+from magicdec.scenarios.peer_units import PeerRepeat, PeerUnit, PeerUnits
+from magicdec.scenarios.repeats import Goal
 from magicdec.tracking.progress import Progress
 from magicdec.tracking.store import Run
-from magicdec.units import GIB
+from magicdec.units import GIB, WAYS
 
 WARMUP_CONTEXT, WARMUP_TOKENS = 64, 8
 
-Repeat = list[PeerGeneration]  # a generation per batch
-
 
 def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
-    """Decode every batch `scenario.repeats` times both ways, one way after the other; medians are
-    the result.
+    """Decode what the run lacks of `scenario.repeats` of every batch, one way after the other;
+    medians over all repeats are the result.
 
     A peer prefills in every pass: its time to first token is a median, too.
     """
-    config, batch = plan.config, plan.config.batch
     tokenizer = build.tokenizer(plan)
     prompts = build.prompts(plan, tokenizer)
-    rows = prompts.tokens
-    batches = [
-        rows[start : start + int(batch.size)] for start in range(0, len(rows), int(batch.size))
-    ]
     gpu = Watch(plan.device)
+    units = PeerUnits.read(run, plan.config.batch.num_batches)
+    _decode(plan, units, prompts.tokens, progress)
+    outputs = _outputs(units, prompts)
+    results = _figures(plan, units, outputs) | gpu.metrics() | outputs.accuracy(tokenizer)
+    rows = outputs.rows(plan.config.data.save_prompts)
+    return Outcome(results, rows, samples=outputs.samples(tokenizer))
+
+
+def so_far(plan: Plan, run: Run) -> Outcome:
+    """Return the figures of the complete repeats of a run that has failed."""
+    units = PeerUnits.read(run, plan.config.batch.num_batches)
+    if not units.repeats("autoregressive"):
+        return Outcome({})
+    outputs = _outputs(units, build.prompts(plan, build.tokenizer(plan)))
+    rows = outputs.rows(plan.config.data.save_prompts)
+    return Outcome(_figures(plan, units, outputs), rows)
+
+
+def _decode(plan: Plan, units: PeerUnits, prompts: list[list[int]], progress: Progress) -> None:
+    """Decode what is missing in each way after a short warm-up; write each unit when it ends."""
+    config, rows = plan.config, int(plan.config.batch.size)
+    batches = [prompts[start : start + rows] for start in range(0, len(prompts), rows)]
+    wanted = Goal(config.settings(Compare), units.run.before).wanted
+    ways = WAYS if config.speculates else WAYS[:1]
+    missing = {way: units.missing(way, wanted) for way in ways}
+    if not any(missing.values()):
+        return
     with progress.task(f"loading {config.engine.name}", total=None):
-        engine = load(plan)
+        engine: Peer = load(plan)
     with engine:
-        plain = _passes(engine, batches, "autoregressive", plan, progress)
-        fast = (
-            _passes(engine, batches, "speculative", plan, progress)
-            if config.draft.name != "none"
-            else []
-        )
-        peak, version = engine.peak_bytes, engine.version
-    outputs = Outputs(prompts, _tokens(plain[0]), _tokens(fast[0]) if fast else [])
-    results: Metrics = {**prompts.facts, "output/fingerprint": outputs.fingerprint}
+        for way, numbers in missing.items():
+            if not numbers:
+                continue
+            fast = way == "speculative"
+            with progress.task(way, total=len(numbers)) as task:
+                engine.generate([row[:WARMUP_CONTEXT] for row in batches[0]], WARMUP_TOKENS, fast)
+                for number in numbers:
+                    generation = engine.generate(
+                        batches[number], config.batch.generate_len, fast, number * rows
+                    )
+                    unit = PeerUnit(number, way, generation, engine.version, engine.peak_bytes)
+                    units.add(unit)
+                    task.advance(1)
+
+
+def _outputs(units: PeerUnits, prompts: Prompts) -> Outputs:
+    """Return the tokens of the first repeat of each way."""
+    plain, fast = units.repeats("autoregressive"), units.repeats("speculative")
+    return Outputs(prompts, _tokens(plain[0]), _tokens(fast[0]) if fast else [])
+
+
+def _figures(plan: Plan, units: PeerUnits, outputs: Outputs) -> Metrics:
+    """Return what the units say. There is at least one autoregressive repeat."""
+    plain, fast = units.repeats("autoregressive"), units.repeats("speculative")
+    results: Metrics = outputs.prompts.facts | {"output/fingerprint": outputs.fingerprint}
     results |= {
         "device": plan.device_name,
-        "engine/version": version,
+        "engine/version": units.units[-1].version,
         **plan.sources,
-    } | gpu.metrics()
-    results |= speeds([_speed(repeat) for repeat in plain], [_speed(repeat) for repeat in fast]) | {
-        "repeats": len(plain)
+        "memory/peak_gib": max(unit.peak_bytes for unit in units.units) / GIB,
+        "repeats": min(len(plain), len(fast)) if fast else len(plain),
     }
+    results |= speeds([_speed(repeat) for repeat in plain], [_speed(repeat) for repeat in fast])
     results |= outputs.sizes_by_category
     if fast:
-        counts = sum((generation.counts for repeat in fast for generation in repeat), Counts())
-        gamma = max(config.gammas)
+        generations = [generation for repeat in fast for generation in repeat]
+        counts = sum((generation.counts for generation in generations), Counts())
+        gamma = max(plan.config.gammas)
         results |= counts.metrics(gamma) | {"gamma": gamma, "acceptance/source": "measured"}
         results |= lossless(plan, outputs.autoregressive, outputs.speculative)
-    results |= outputs.accuracy(tokenizer) | {"memory/peak_gib": peak / GIB}
-    return Outcome(
-        results, outputs.rows(config.data.save_prompts), samples=outputs.samples(tokenizer)
-    )
+    return results
 
 
 def load(plan: Plan, gamma: int | None = None, **changes: Any) -> Any:
@@ -96,28 +133,9 @@ def load(plan: Plan, gamma: int | None = None, **changes: Any) -> Any:
     return ENGINES[c.engine.name].work(PeerSpec(**settings | changes))
 
 
-def _passes(
-    engine: Peer, batches: list[list[list[int]]], way: str, plan: Plan, progress: Progress
-) -> list[Repeat]:
-    """Return the repeats of one way, after a short warm-up."""
-    generate_len, fast = plan.config.batch.generate_len, way == "speculative"
-    repeats = int(plan.config.settings(Compare).repeats)
-    with progress.task(way, total=repeats * len(batches)) as task:
-        engine.generate([row[:WARMUP_CONTEXT] for row in batches[0]], WARMUP_TOKENS, fast)
-        passes: list[Repeat] = []
-        for _ in range(repeats):
-            passes.append([])
-            for number, batch in enumerate(batches):
-                passes[-1].append(
-                    engine.generate(batch, generate_len, fast, number * len(batches[0]))
-                )
-                task.advance(1)
-    return passes
-
-
-def _tokens(batches: Repeat) -> list[list[int]]:
+def _tokens(batches: PeerRepeat) -> list[list[int]]:
     return [row for generation in batches for row in generation.tokens]
 
 
-def _speed(batches: Repeat) -> dict[str, float]:
+def _speed(batches: PeerRepeat) -> dict[str, float]:
     return metrics.speed_metrics([generation.times for generation in batches])

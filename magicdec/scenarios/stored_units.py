@@ -25,7 +25,7 @@ from magicdec.units import WAYS
 if TYPE_CHECKING:  # what writes into the store is no part of measuring
     from magicdec.tracking.store import Run
 
-UNITS, AUDITS = "units", "audits"  # folders in a run's folder
+AUDITS = "audits"  # a folder in a run's folder
 COUNTERS = ("accepted", "committed")  # of a generation, by round and row
 
 
@@ -209,7 +209,7 @@ class Stored:
         """Read a run's folder."""
         units = [
             Unit.from_json(stored)
-            for stored in unit_files.read_all(run.folder / UNITS, unit_files.UNIT)
+            for stored in unit_files.read_all(run.folder / unit_files.UNITS, unit_files.UNIT)
         ]
         audits: dict[int, Audit] = {}
         for stored in unit_files.read_all(run.folder / AUDITS, AUDIT):
@@ -223,14 +223,10 @@ class Stored:
         batch = self.units.by_batch[unit.batch]
         if batch:
             unit = unit.compared_with(batch[0])
-        self.run.write(f"{UNITS}/{unit.batch}-{self._next_number(unit.batch)}.json", unit.to_json())
+        name = unit_files.next_name(self.run.folder / unit_files.UNITS, unit.batch)
+        self.run.write(f"{unit_files.UNITS}/{name}", unit.to_json())
         self.units = self.units.with_one(unit)
         return unit
-
-    def _next_number(self, batch: int) -> int:
-        """Return a number that no file of the batch has, damaged ones included."""
-        names = [path.stem for path in (self.run.folder / UNITS).glob(f"{batch}-*.json")]
-        return 1 + max((int(name.partition("-")[2]) for name in names), default=-1)
 
     def add_audit(self, batch: int, verdict: Audit) -> None:
         """Write the audit of a batch to disk."""

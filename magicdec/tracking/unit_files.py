@@ -13,6 +13,7 @@ from magicdec.errors import printable
 
 log = logging.getLogger(__name__)
 
+UNITS = "units"  # the folder of a run's units
 T = TypeVar("T")
 Count = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
 
@@ -90,6 +91,15 @@ def read_all(folder: Path, schema: TypeAdapter[T]) -> list[T]:
         except (OSError, ValueError) as error:
             warn(f"{path}: {reason(error)}; it is left out")
     return contents
+
+
+def next_name(folder: Path, batch: int) -> str:
+    """Return the name of a batch's next file, with a number that no file of the batch has, damaged
+    ones included.
+    """
+    names = [path.stem for path in folder.glob(f"{batch}-*.json")]
+    numbers = [int(name.partition("-")[2]) for name in names]
+    return f"{batch}-{1 + max(numbers, default=-1)}.json"
 
 
 def reason(error: Exception) -> str:
