@@ -13,6 +13,7 @@ from magicdec.conformance.examine import (
     noisy_copy,
     open_batch,
     random_prompts,
+    small_block,
     small_drafter,
     small_head,
     small_model,
@@ -31,7 +32,7 @@ __all__ = [
     "open_batch",
     "random_prompts",
 ]
-__all__ += ["small_drafter", "small_head", "small_model", "small_modules"]
+__all__ += ["small_block", "small_drafter", "small_head", "small_model", "small_modules"]
 __all__ += ["accepted", "drafting"]
 
 

@@ -237,6 +237,8 @@ class DraftConfig:
     one_rank: ClassVar[bool] = False  # works on one rank only
     is_predicted: ClassVar[bool] = True  # the cost model covers it
     listens: ClassVar[bool] = False  # it reads the target's hidden states, from the prefill on
+    # It fills a block in one pass: the cost of a proposal does not grow with gamma steps.
+    proposes_blocks: ClassVar[bool] = False
     # Where `model` has no path, it is part of the target's own checkpoint.
     ships_with_target: ClassVar[bool] = False
     # Its model has an entry of every token, from which `cache` is selected.

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from magicdec.architectures.block_config import BlockConfig
 from magicdec.architectures.head_config import HeadConfig
 from magicdec.architectures.model_config import ModelConfig
 from magicdec.architectures.mtp_config import MtpConfig
@@ -36,6 +37,7 @@ from magicdec.errors import UserError, in_one_line
 from magicdec.inputs import plugins
 from magicdec.measure.footprint import Allocations
 from magicdec.measure.metrics import Rounds, rounds_of
+from magicdec.models.block import BlockHead
 from magicdec.models.head import Head
 from magicdec.models.mtp import MtpHead
 from magicdec.models.transformer import Transformer
@@ -349,6 +351,23 @@ def small_modules(target: Transformer, count: int = 2) -> MtpHead:
     return modules.requires_grad_(False)
 
 
+def small_block(target: Transformer) -> BlockHead:
+    """Return a draft of blocks of up to 12 tokens, with random weights, over two of a target's
+    hidden states.
+    """
+    whole = target.config
+    plain = {name: getattr(whole, name) for name in ModelConfig.__dataclass_fields__}
+    plain |= {"num_layers": 2, "sliding_window": None, "sliding_layers": (), "qk_norm": True}
+    mask, last = whole.vocab_size - 1, whole.num_layers
+    config = BlockConfig(**plain, block_size=12, mask_token_id=mask, taps=(1, last))
+    block = BlockHead(config, target.attention).eval()
+    generator = torch.Generator().manual_seed(0)
+    for parameter in block.parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(0, 0.25, generator=generator)
+    return block.requires_grad_(False)
+
+
 def small_drafter(draft: str, target: Transformer, noise: float) -> Transformer | None:
     """Return the model that a draft needs next to a target, as good as `noise` allows; None if it
     needs none.
@@ -357,6 +376,8 @@ def small_drafter(draft: str, target: Transformer, noise: float) -> Transformer 
         return None
     if DRAFTS[draft].facts.ships_with_target:
         return small_modules(target)
+    if DRAFTS[draft].facts.proposes_blocks:
+        return small_block(target)
     return small_head(target) if DRAFTS[draft].facts.listens else noisy_copy(target, noise)
 
 

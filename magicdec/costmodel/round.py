@@ -202,6 +202,15 @@ class Setup:
         weight = self.moved_weight_bytes(self.batch * refed)
         return self._draft_step(step._replace(query_tokens=refed, weight_bytes=weight)), later
 
+    def block_time(self, gamma: int) -> StepTime:
+        """Return the one pass in which a draft of blocks proposes gamma tokens behind the last
+        one.
+        """
+        weight = self.moved_weight_bytes(self.batch * (gamma + 1))
+        return self._draft_step(
+            self.draft_pass._replace(query_tokens=gamma + 1, weight_bytes=weight)
+        )
+
     def _draft_step(self, step: Pass) -> StepTime:
         """Return the seconds of a draft step, with what codes and scores add."""
         time = step_time(step, self.hardware)
@@ -265,7 +274,6 @@ def round_times(setup: Setup, gamma: int) -> RoundTimes:
         raise UserError(f"draft={setup.draft.name} has no cost model")
     hardware = setup.hardware
     late = not hardware.stack.verify_chooses
-    first, later = setup.draft_step_times  # the first may feed two tokens
     verify = setup.target_pass._replace(query_tokens=gamma + 1, chooses=not late)
     verified = _verification_time(setup, gamma, verify)
     if setup.draft.is_model and setup.cache.scores == "verification":
@@ -278,7 +286,7 @@ def round_times(setup: Setup, gamma: int) -> RoundTimes:
     return RoundTimes(
         gamma,
         target=setup.target_time,
-        draft=first.plus(later, gamma - 1).scaled(1 / gamma),
+        draft=_proposal_time(setup, gamma).scaled(1 / gamma),
         select=select_time(setup, gamma),
         verify=verified,
         overhead=StepTime(
@@ -286,6 +294,16 @@ def round_times(setup: Setup, gamma: int) -> RoundTimes:
             overhead=1e-6 * (hardware.efficiency.round_overhead_us + _host_us(setup, gamma)),
         ).plus(refresh, float(setup.draft.keeps_entries)),
     )
+
+
+def _proposal_time(setup: Setup, gamma: int) -> StepTime:
+    """Return the seconds of a whole proposal: of one pass over a block, or of gamma steps, of which
+    the first may feed two tokens.
+    """
+    if setup.draft.proposes_blocks:
+        return setup.block_time(gamma)
+    first, later = setup.draft_step_times
+    return first.plus(later, gamma - 1)
 
 
 def _verification_time(setup: Setup, gamma: int, verify: Pass) -> StepTime:
@@ -307,7 +325,8 @@ def _verification_time(setup: Setup, gamma: int, verify: Pass) -> StepTime:
 def _host_us(setup: Setup, gamma: int) -> float:
     """Return the microseconds of a round outside an engine's kernels."""
     host = setup.hardware.stack.host
-    drafting = gamma * host.draft_step_us if setup.draft.is_model else host.lookup_us
+    steps = 1 if setup.draft.proposes_blocks else gamma
+    drafting = steps * host.draft_step_us if setup.draft.is_model else host.lookup_us
     return host.round_us + drafting + setup.batch * host.row_us
 
 
@@ -320,6 +339,8 @@ def select_time(setup: Setup, gamma: int) -> StepTime:
     spec = CacheSpec(cache, gamma, setup.context, setup.context > model.max_position_embeddings)
     moved = setup.batch * cache.selection_bytes(spec, model, setup.element_bytes)
     steps = 1 if cache.selects == "step" else gamma * cache.rounds_per_selection
+    if cache.selects == "step" and setup.draft.proposes_blocks:
+        steps = gamma
     seconds = setup.factor(SELECTING) * moved / setup.hardware.bandwidth
     return StepTime(kv=seconds / steps)
 

@@ -9,6 +9,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+from magicdec.architectures.block_config import KEY
 from magicdec.architectures.hugging_face import (
     GenerationConfig,
     eos_ids,
@@ -66,7 +67,7 @@ def read_config(folder: Path, implementation: str = "auto", runs: bool = True) -
     """
     path = folder / CONFIG
     plain = read_json(path, OBJECT)
-    if "draft_vocab_size" in plain or "speculators_model_type" in plain:
+    if "draft_vocab_size" in plain or "speculators_model_type" in plain or KEY in plain:
         return _read_head(folder, plain)
     config = describe(plain, str(path), implementation, runs)
     if config.implementation == "native":
@@ -82,6 +83,7 @@ def read_config(folder: Path, implementation: str = "auto", runs: bool = True) -
 
 def _read_head(folder: Path, plain: OBJECT) -> ModelConfig:
     """Return the model over a target's hidden states that a config.json describes."""
+    from magicdec.architectures.block_config import block_from, unread_keys_of_block
     from magicdec.architectures.head_config import head_from, unread_keys_of_head
     from magicdec.architectures.mtp_config import mtp_from, unread_keys_of_mtp
 
@@ -89,6 +91,8 @@ def _read_head(folder: Path, plain: OBJECT) -> ModelConfig:
     config: ModelConfig
     if plain.get("speculators_model_type") == "mtp":
         config, unread = mtp_from(plain, str(path)), unread_keys_of_mtp(plain)
+    elif KEY in plain:
+        config, unread = block_from(plain, str(path)), unread_keys_of_block(plain)
     else:
         config = head_from(plain, _files_of_head(folder), str(path))
         unread = unread_keys_of_head(plain)

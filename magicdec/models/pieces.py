@@ -6,6 +6,7 @@ V vocabulary, E hidden size, F MLP size, H query heads, K KV heads, D head dim.
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from magicdec.architectures.block_config import BlockConfig
 from magicdec.architectures.head_config import HeadConfig
 from magicdec.architectures.model_config import ModelConfig
 from magicdec.architectures.mtp_config import MtpConfig
@@ -149,4 +150,22 @@ def _mtp_pieces(config: MtpConfig, share: Share) -> Iterator[TensorPiece]:
         yield from _layer_pieces(config, share, theirs, ours)
 
 
-_PIECES_OF_HEADS: dict[type, Any] = {HeadConfig: _head_pieces, MtpConfig: _mtp_pieces}
+def _block_pieces(config: BlockConfig, share: Share) -> Iterator[TensorPiece]:
+    """Yield the tensors of a draft that proposes blocks, as DFlash's authors name them."""
+    E = config.hidden_size
+    yield TensorPiece("fc.weight", "fc.weight", 0, (E, len(config.taps) * E))
+    yield TensorPiece("hidden_norm.weight", "state_norm.weight", 0, (E,))
+    for number in range(config.num_layers):
+        prefix = f"layers.{number}."
+        yield TensorPiece(
+            f"{prefix}input_layernorm.weight", f"{prefix}attention_norm.weight", 0, (E,)
+        )
+        yield from _layer_pieces(config, share, prefix, prefix)
+    yield TensorPiece("norm.weight", "norm.weight", 0, (E,))
+
+
+_PIECES_OF_HEADS: dict[type, Any] = {
+    HeadConfig: _head_pieces,
+    MtpConfig: _mtp_pieces,
+    BlockConfig: _block_pieces,
+}

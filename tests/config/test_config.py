@@ -289,7 +289,7 @@ RULES = {
     "must be one of jsonl, pg19, prompts, random, repeat, ruler, stdlib": "data.name=book",
     "must be one of niah_single, niah_multikey, cwe": "data.name=ruler; data.task=qwe",
     "must be one of auto, cpp, flash, flashinfer, sdpa, triton; did you mean cpp": "attention=cppp",
-    "must be one of none, eagle3, hierarchical, layer_skip, model, mtp, ngram, self, ": (
+    "must be one of none, dflash, eagle3, hierarchical, layer_skip, model, mtp, ngram, self, ": (
         "draft.name=sel"
     ),
     "must be one of auto, cpu, cuda": "hardware.device=gpu",

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from magicdec.config.registry import DRAFTS
-from magicdec.models.head import Head
 from magicdec.models.kv_cache import KVCache
+from magicdec.models.states_model import StatesModel
 from magicdec.models.transformer import Transformer
 from magicdec.verification.sampling import Sampling, Use, uniform_BT
 from tests.chi_square import chisquare
@@ -82,7 +82,7 @@ def test_what_is_written_has_the_targets_distribution(draft, vocab, sampling):
     another size.
     """
     model = small_drafter(draft, TARGET, 0.0)
-    if isinstance(model, Transformer) and not isinstance(model, Head):
+    if isinstance(model, Transformer) and not isinstance(model, StatesModel):
         model = small_model(1, vocab_size=vocab, spread=0.4)
     settings = {
         "policy": "streaming",

@@ -94,7 +94,7 @@ def test_whole_matrix(draft, policy, gamma, rows, budget):
     check(draft, policy, gamma, rows, budget)
 
 
-@pytest.mark.parametrize("draft", ["self", "model", "mtp"])
+@pytest.mark.parametrize("draft", ["self", "model", "mtp", "dflash"])
 def test_end_of_sequence_in_the_middle_of_a_round(draft):
     """Rows stop at their own end of sequence, the others go on, and both ways agree."""
     lengths = [30, 41, 52, 33]
