@@ -8,7 +8,6 @@ failed, and a new process goes on behind it.
 
 import ctypes
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -16,12 +15,12 @@ import tarfile
 import time
 import traceback
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from magicdec.errors import UserError, is_out_of_memory
+from magicdec.processes import end_program, start_program
 
 Record = dict[str, Any]
 
@@ -183,16 +182,14 @@ def supervise(command: list[str], store: Store, ends: float = float("inf")) -> i
     """
     store.settle("the machine or this program ended while it was measured")
     while True:
-        worker = subprocess.Popen([sys.executable, *command], start_new_session=True)
+        worker = start_program([sys.executable, *command], {})
         try:
             reason = watch(worker, store, ends)
         except KeyboardInterrupt:
             store.drop_note()
             raise
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(worker.pid, signal.SIGKILL)  # with the processes that it has started
-            worker.wait()
+            end_program(worker)
         if reason == ENDED:
             store.drop_note()
             return OUT_OF_TIME

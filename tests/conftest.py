@@ -136,4 +136,4 @@ def forked_ranks(monkeypatch):
     from tests.programs import SERVER, start_server
 
     start_server()
-    monkeypatch.setattr("magicdec.scenarios.ranks.CONTEXT", SERVER)
+    monkeypatch.setattr("magicdec.scenarios.ranks.START", SERVER.get_start_method())

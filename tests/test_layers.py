@@ -8,9 +8,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = """
-threads version | errors units shell | inputs | architectures | config | costmodel | kernels |
-verification data | attention | models | cache | decoding | drafts | engine | measure | serving |
-peers | tracking | report | planning | scenarios | http calibrate conformance | commands"""
+threads version | errors units shell processes | inputs | architectures | config | costmodel |
+kernels | verification data | attention | models | cache | decoding | drafts | engine | measure |
+serving | peers | tracking | report | planning | scenarios | http calibrate conformance |
+commands"""
 RANKS = {name: rank for rank, names in enumerate(LAYERS.split("|")) for name in names.split()}
 # The command line and the Python API may import from every layer. Only they import each other, and
 # the package itself offers the API: a module that imports a name from it imports whatever the API
@@ -62,7 +63,7 @@ def test_no_modules_import_each_other():
 
 
 def test_only_entry_points_and_the_foundation_are_outside_of_a_room():
-    foundation = "errors shell threads units version"
+    foundation = "errors processes shell threads units version"
     names = {path.stem for path in (ROOT / "magicdec").glob("*.py")}
     assert names == {*NAMES.split(), *foundation.split(), "__init__"}
 

@@ -23,7 +23,6 @@ from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,6 +34,7 @@ from omegaconf import DictConfig
 from hydra_plugins.magicdec._groups import SweepJob, Titles, group_of
 from magicdec.errors import JobFailed, to_stderr
 from magicdec.inputs.rules import Count, must, parse
+from magicdec.processes import LOST, PipedProcess, end_all, wait_for_all
 from magicdec.tracking.gpus import visible_gpus
 from magicdec.tracking.reader import read_result
 from magicdec.tracking.store import Run
@@ -43,7 +43,6 @@ from magicdec.tracking.sweep import BUSY, INTERRUPTED, JOB, SWEEP_DIR, attempt_o
 START = "forkserver" if sys.platform == "linux" else "spawn"
 POLL_S, RETRY_S, GRACE_S = 0.05, 2.0, 10.0
 REAP_S = 0.5  # after its pipes have closed, a process that was killed still exists for a moment
-LOST = 255  # what multiprocessing takes for the exit code of a process whose fork server has died
 JobsAtOnce = Annotated[Count | None, must("must be at least 1, or null")]
 # Overrides of Hydra's that concern the sweep as a whole, not its jobs.
 OF_THE_SWEEP = (
@@ -76,26 +75,24 @@ class JobWorker:
         """Start the process. A fork server that dies while it imports is replaced once."""
         self.group: Hashable = group
         self.job: SweepJob | None = None
-        self.pipe, end = multiprocessing.Pipe()
         for start in (START, START, "spawn"):
             with suppress(EOFError, ConnectionError):
-                self.process = _started(start, end)
+                self.process = PipedProcess(start, _work)
                 break
             to_stderr("warning: the fork server died while it imported; started again")
             time.sleep(REAP_S)
-        end.close()  # now the process alone has it: its death closes the pipe
 
     def begin(self, job: SweepJob, argv: list[str], env: Mapping[str, str]) -> None:
         """Run a job."""
         self.job, self.began = job, time.monotonic()
         with suppress(BrokenPipeError):  # the process has died: `ended` finds out
-            self.pipe.send((argv, env))
+            self.process.pipe.send((argv, env))
 
     def has_ended(self) -> bool:
         """Return whether the job, or the whole process, has ended."""
-        return self.job is not None and (
-            self.pipe.poll() or self.process.exitcode not in (None, LOST)
-        )
+        if self.job is None:
+            return False
+        return self.process.pipe.poll() or self.process.exit_code() not in (None, LOST)
 
     def code(self) -> int:
         """Return the exit code of the job that has ended; of a process that died, -N for signal N,
@@ -103,16 +100,16 @@ class JobWorker:
         """
         self.job = None
         try:
-            return self.pipe.recv()
+            return self.process.pipe.recv()
         except (EOFError, ConnectionError):
-            self.process.join(GRACE_S)
-            return LOST if self.process.exitcode is None else self.process.exitcode
+            code = self.process.exit_code(GRACE_S)
+            return LOST if code is None else code
 
     def close(self) -> None:
         """Let the process end, which runs no job."""
-        self.pipe.close()
-        self.process.join(GRACE_S)
-        self.process.kill()
+        self.process.pipe.close()
+        wait_for_all([self.process], GRACE_S)
+        end_all([self.process], 0.0)
 
 
 class ProcessLauncher(Launcher):
@@ -156,7 +153,7 @@ class ProcessLauncher(Launcher):
         try:
             while waiting or workers:
                 self._start_jobs(waiting, workers)
-                wait([worker.pipe for worker in workers], POLL_S)
+                wait([worker.process.pipe for worker in workers], POLL_S)
                 for worker in [worker for worker in workers if worker.has_ended()]:
                     job, code = worker.job, worker.code()
                     if code == LOST:
@@ -301,32 +298,12 @@ def _mark_crashed(
         Run.mark_crashed(config.runs_dir, attempt_id, pid, reason)
 
 
-def _started(start: str, pipe: Connection) -> BaseProcess:
-    """Return a new process. Raise EOFError or ConnectionError if the fork server dies meanwhile.
-
-    A new server inherits that Ctrl-C is ignored: only this process handles it.
-    """
-    process = multiprocessing.get_context(start).Process(target=_work, args=(pipe,))
-    if start == "forkserver":
-        from multiprocessing import forkserver  # here, because other systems may lack it
-
-        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        try:
-            forkserver.ensure_running()
-        finally:
-            signal.signal(signal.SIGINT, handler)
-    process.start()
-    return process
-
-
 def _work(pipe: Connection) -> None:
     """Run jobs, each a command line, until there are no more or one fails; answer each with its
     exit code.
     """
     from magicdec.cli import main
-    from magicdec.scenarios.ranks import follow_parent
 
-    follow_parent()
     gc.freeze()  # what was imported stays: collecting between jobs need not look at it
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which the server ignores
     code = 0

@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import queue
-import signal
 import subprocess
 import threading
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ from typing import Any, TypeVar
 
 from magicdec.errors import UserError, exit_in_words, in_brief
 from magicdec.inputs.rules import parse
+from magicdec.processes import end_program, start_program
 
 log = logging.getLogger(__name__)
 
@@ -44,14 +44,8 @@ class WorkerProcess:
     ):
         """Start it. Errors call it by `name`; the variables of `environment` are added to ours."""
         self._name, self._time_limit_s = name, time_limit_s
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=os.environ | environment,
-            start_new_session=True,  # Ctrl-C is for this process, which ends the worker
-        )
+        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        self._process = start_program(command, environment, **pipes)
         # None ends the thread.
         self._requests: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[bytes] = queue.SimpleQueue()  # b"": its output has ended
@@ -129,9 +123,7 @@ class WorkerProcess:
 
     def close(self) -> None:
         """Kill the worker and its children."""
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        end_program(self._process)
         self._requests.put(None)
 
 

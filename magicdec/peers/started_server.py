@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from magicdec.errors import UserError, exit_in_words
 from magicdec.peers.base import Address, PeerSpec, Servable
 from magicdec.peers.pipe import TAIL, WorkerFailed, failed
 from magicdec.peers.process import StartedEngine
+from magicdec.processes import end_program, start_program
 from magicdec.units import FREE, WAYS
 
 SUPERVISOR = Path(__file__).with_name("supervisor.py")
@@ -108,13 +108,12 @@ async def running(
 ) -> AsyncIterator[None]:
     """Run a server, from when it answers /health until the block ends. Errors call it by `name`."""
     with tempfile.TemporaryFile() as output:
-        process = subprocess.Popen(
+        process = start_program(
             [sys.executable, "-I", str(SUPERVISOR), *command],
+            environment,
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=os.environ | environment,
-            start_new_session=True,  # Ctrl-C is for this process, which ends the server
         )
         try:
             async with asyncio.timeout(time_limit_s):
@@ -131,7 +130,7 @@ async def running(
             raise _failure(name, f"ended ({exit_in_words(process.returncode)})", output) from error
         finally:
             ended = process.poll()
-            _end(process)
+            end_program(process, END_S)  # the supervisor, which ends the server
         if ended is not None:
             raise _failure(name, f"ended ({exit_in_words(ended)})", output)
 
@@ -140,17 +139,6 @@ def _is_healthy(port: int) -> bool:
     with suppress(OSError), DIRECT.open(f"http://127.0.0.1:{port}/health", timeout=5) as response:
         return response.status == 200
     return False
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the supervisor, which ends the server; kill both if it does not."""
-    assert process.stdin is not None
-    process.stdin.close()
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(END_S)
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def _failure(name: str, what: str, output: IO[bytes]) -> WorkerFailed:

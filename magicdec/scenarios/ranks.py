@@ -8,30 +8,38 @@ same, and are dropped.
 import gc
 import logging
 import math
-import multiprocessing
 import os
 import pickle
 import signal
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from magicdec import threads
 from magicdec.errors import exit_in_words
+from magicdec.processes import PipedProcess, end_all, wait_for_all
 
-# The state of CUDA and of threads does not survive a fork.
-CONTEXT = multiprocessing.get_context("spawn")
+# How processes begin: the state of CUDA and of threads does not survive a fork.
+START = "spawn"
 GRACE_S = 0.5  # for further failures: a rank that loses its peer fails too
 EXIT_S = 5.0  # for the end of the process group and of the processes
 FINISH_S = 300.0  # for rank 0's result once another rank has finished: they do the same work
 COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"  # processes in which torch.compile compiles
+
+
+class RankPlace(NamedTuple):
+    """A rank's place in its process group."""
+
+    rank: int
+    num_ranks: int
+    device: str
+    rendezvous: str  # a file by which the ranks find each other
 
 
 class RankMessage(NamedTuple):
@@ -58,44 +66,21 @@ def on_ranks(
     without a message, and TimeoutError if there is no result in time; the other ranks are then
     ended.
     """
-    processes: list[BaseProcess] = []
-    ends: list[Connection] = []
+    ranks: list[PipedProcess] = []
     with tempfile.TemporaryDirectory() as folder:
+        rendezvous = str(Path(folder, "rendezvous"))
         try:
             for rank in range(num_ranks):
-                end, other_end = CONTEXT.Pipe(duplex=False)
-                work = (
-                    rank,
-                    num_ranks,
-                    device,
-                    str(Path(folder, "rendezvous")),
-                    other_end,
-                    function,
-                    arguments,
-                )
-                processes.append(CONTEXT.Process(target=_rank, args=work, daemon=True))
-                processes[-1].start()
-                other_end.close()  # now a rank's death closes its pipe
-                ends.append(end)
-            result = _result(processes, ends, time_limit_s)
-            _join(processes)
+                place = RankPlace(rank, num_ranks, device, rendezvous)
+                ranks.append(PipedProcess(START, _rank, place, function, arguments, is_daemon=True))
+            result = _result(ranks, time_limit_s)
+            wait_for_all(ranks, EXIT_S)
             return result
         finally:
-            for process in processes:
-                process.kill()
-            _join(processes)
+            end_all(ranks, EXIT_S)
 
 
-def _join(processes: list[BaseProcess]) -> None:
-    """Wait for processes to end, for a limited time: a driver may keep even a killed one."""
-    deadline = time.monotonic() + EXIT_S
-    for process in processes:
-        process.join(max(0.0, deadline - time.monotonic()))
-
-
-def _result(
-    processes: list[BaseProcess], ends: list[Connection], time_limit_s: float | None
-) -> Any:
+def _result(ranks: list[PipedProcess], time_limit_s: float | None) -> Any:
     """Wait for rank 0's result, or for the first failure."""
     messages: dict[int, RankMessage] = {}
     late = f"the ranks gave no result within {time_limit_s or 0:g} s"
@@ -104,57 +89,52 @@ def _result(
         left = deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError(late)
-        _receive(processes, ends, messages, None if left == math.inf else left)
+        _receive(ranks, messages, None if left == math.inf else left)
         if any(message.error for message in messages.values()):
-            deadline = time.monotonic() + GRACE_S
-            while (left := deadline - time.monotonic()) > 0 and len(messages) < len(ends):
-                _receive(processes, ends, messages, left)
-            raise min((m for m in messages.values() if m.error), key=lambda m: m.at).error  # type: ignore[misc]
+            raise _first_error(ranks, messages)
         if messages and time.monotonic() + FINISH_S < deadline:
             deadline = time.monotonic() + FINISH_S
             late = f"rank 0 gave no result within {FINISH_S:g} s after another rank"
     return messages[0].result
 
 
+def _first_error(ranks: list[PipedProcess], messages: dict[int, RankMessage]) -> BaseException:
+    """Return the error of the rank that failed first. Others have a moment to report theirs."""
+    deadline = time.monotonic() + GRACE_S
+    while (left := deadline - time.monotonic()) > 0 and len(messages) < len(ranks):
+        _receive(ranks, messages, left)
+    errors = [(message.at, message.error) for message in messages.values() if message.error]
+    _, first = min(errors, key=itemgetter(0))
+    return first
+
+
 def _receive(
-    processes: list[BaseProcess],
-    ends: list[Connection],
-    messages: dict[int, RankMessage],
-    timeout: float | None,
+    ranks: list[PipedProcess], messages: dict[int, RankMessage], timeout: float | None
 ) -> None:
     """Receive the messages of ranks that have any. A rank that died without one counts as the first
     to fail.
     """
-    for end in wait([end for rank, end in enumerate(ends) if rank not in messages], timeout):
-        rank = ends.index(end)  # type: ignore[arg-type]
+    numbers = {rank.pipe: number for number, rank in enumerate(ranks) if number not in messages}
+    for pipe in wait(list(numbers), timeout):
+        number = numbers[pipe]  # type: ignore[index]
         try:
-            messages[rank] = ends[rank].recv()
+            messages[number] = ranks[number].pipe.recv()
         except EOFError:
-            processes[rank].join(EXIT_S)
-            messages[rank] = RankMessage(
-                error=RuntimeError(f"rank {rank} died ({exit_in_words(processes[rank].exitcode)})")
-            )
+            how = exit_in_words(ranks[number].exit_code(EXIT_S))
+            messages[number] = RankMessage(error=RuntimeError(f"rank {number} died ({how})"))
 
 
-def _rank(
-    rank: int,
-    num_ranks: int,
-    device: str,
-    rendezvous: str,
-    end: Connection,
-    function: Callable,
-    arguments: tuple,
-) -> None:
+def _rank(end: Connection, place: RankPlace, function: Callable, arguments: tuple) -> None:
     """Run a rank: the target of its process. Send the result before the process group ends, which
     may hang: the parent waits EXIT_S for that.
     """
+    rank = place.rank
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends its ranks
-    follow_parent()
-    os.environ.setdefault(COMPILE_THREADS, str(max(1, threads.num_cores() // num_ranks)))
+    os.environ.setdefault(COMPILE_THREADS, str(max(1, threads.num_cores() // place.num_ranks)))
     if rank > 0:
         logging.disable()
     try:
-        _join_group(rank, num_ranks, device, rendezvous)
+        _join_group(place)
         result = function(rank, *arguments)
         end.send(RankMessage(result if rank == 0 else None))
         del result
@@ -164,20 +144,21 @@ def _rank(
             end.send(RankMessage(error=_portable(error, rank), at=time.time()))
 
 
-def _join_group(rank: int, num_ranks: int, device: str, rendezvous: str) -> None:
+def _join_group(place: RankPlace) -> None:
     import torch  # here, because importing this module must not wait for it
     import torch.distributed as dist
 
-    if device == "cuda":
-        torch.cuda.set_device(rank)  # from here on, cuda means this one
+    has_gpu = place.device == "cuda"
+    if has_gpu:
+        torch.cuda.set_device(place.rank)  # from here on, cuda means this one
     else:
-        torch.set_num_threads(max(1, torch.get_num_threads() // num_ranks))
+        torch.set_num_threads(max(1, torch.get_num_threads() // place.num_ranks))
     dist.init_process_group(
-        "nccl" if device == "cuda" else "gloo",
-        init_method=f"file://{rendezvous}",
-        rank=rank,
-        world_size=num_ranks,
-        device_id=torch.device("cuda", rank) if device == "cuda" else None,
+        "nccl" if has_gpu else "gloo",
+        init_method=f"file://{place.rendezvous}",
+        rank=place.rank,
+        world_size=place.num_ranks,
+        device_id=torch.device("cuda", place.rank) if has_gpu else None,
     )
 
 
@@ -198,14 +179,3 @@ def _portable(error: BaseException, rank: int) -> BaseException:
         error = RuntimeError(f"{type(error).__name__}: {error}")
     error.add_note(note)
     return error
-
-
-def follow_parent() -> None:
-    """Exit when the parent process ends, even if it is killed."""
-
-    def follow() -> None:
-        if (parent := multiprocessing.parent_process()) is not None:
-            parent.join()
-            os._exit(1)
-
-    threading.Thread(target=follow, daemon=True).start()

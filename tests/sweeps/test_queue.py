@@ -13,7 +13,6 @@ from omegaconf import OmegaConf
 
 from hydra_plugins.magicdec._launcher import ProcessLauncher
 from magicdec.tracking.sweep import BUSY
-from tests.sweeps.grid import started
 
 
 class Queue(ProcessLauncher):
@@ -57,9 +56,8 @@ def waiting_processes(monkeypatch):
                 pipe.send(code)
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr(
-        "hydra_plugins.magicdec._launcher._started", lambda _, pipe: started(work, pipe)
-    )
+    monkeypatch.setattr("hydra_plugins.magicdec._launcher.START", "fork")
+    monkeypatch.setattr("hydra_plugins.magicdec._launcher._work", work)
     # A forked process holds both ends of its pipe, so that it does not notice when the launcher
     # closes its own.
     monkeypatch.setattr("hydra_plugins.magicdec._launcher.GRACE_S", 0.2)
