@@ -54,7 +54,8 @@ def remarks(setup: Setup, gamma: int) -> list[str]:
     if touched is not None:
         verified = experts_touched(setup, gamma + 1)
         sentences.append(
-            f"a step touches {touched:.0%} of the experts, a verification {verified:.0%}"
+            f"a step touches {touched:.0%} of the experts, a verification {verified:.0%}, and S*"
+            " counts that in"
         )
     if any(memory.selected for memory in setup.target.memories):
         sentences.append(
