@@ -30,6 +30,7 @@ from magicdec.serving.slots import Slots
 from magicdec.verification import accept
 from magicdec.verification.sampling import Sampling
 from tests.checkpoints import SIZES, load_model, load_reference, make_checkpoint
+from tests.drafts.proposals import proposals_of
 from tests.small import new_engine, open_batch, random_prompts, small_block, small_model
 
 TARGET = small_model()
@@ -97,20 +98,6 @@ def of_transformers(block: BlockHead, folder: Path) -> Any:
     model = MuseGlimmerAssistantModel(config)
     model.load_state_dict(tensors)
     return model.eval()
-
-
-def proposals_of(batch) -> list[list[int]]:
-    """Return what each round of the only row proposes."""
-    rounds, propose = [], batch.draft.propose
-
-    def noting(state, gamma):
-        proposal = propose(state, gamma)
-        rounds.append(proposal.tokens_BG[0].tolist())
-        return proposal
-
-    batch.draft.propose = noting
-    batch.decoder.generate(batch.draft)
-    return rounds
 
 
 def test_proposals_are_those_of_transformers(tmp_path, monkeypatch):

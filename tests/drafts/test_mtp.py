@@ -31,6 +31,7 @@ from magicdec.serving.slots import Slots
 from magicdec.tracking.progress import progress
 from magicdec.verification.sampling import Sampling
 from tests.checkpoints import SIZES, add_mtp, load_modules, load_reference, make_checkpoint
+from tests.drafts.proposals import proposals_of
 from tests.small import new_engine, open_batch, random_prompts, small_model, small_modules
 
 LENGTHS = [20, 33, 27]
@@ -252,20 +253,6 @@ def recorded(folder, prompt, num_new, monkeypatch) -> tuple[list[int], list[list
     settings = {"max_new_tokens": num_new, "do_sample": False, "use_mtp": True}
     row = reference.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0]
     return row[len(prompt) :].tolist(), [proposed for proposed in rounds if proposed]
-
-
-def proposals_of(batch) -> list[list[int]]:
-    """Return what each round of the only row proposes."""
-    rounds, propose = [], batch.draft.propose
-
-    def noting(state, gamma):
-        proposal = propose(state, gamma)
-        rounds.append(proposal.tokens_BG[0].tolist())
-        return proposal
-
-    batch.draft.propose = noting
-    batch.decoder.generate(batch.draft)
-    return rounds
 
 
 @pytest.mark.parametrize("count", [1, 2])
