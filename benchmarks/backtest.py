@@ -310,7 +310,7 @@ def main() -> None:
     )
     write_csv(RESULTS / "skill-confidence.csv", [judged_confidence(judging)])
     write_csv(TABLE, list(shipped_errors(judging)))
-    for page in (*FILES, "skill"):
+    for page in FILES:
         write(page)
 
 

@@ -73,7 +73,7 @@ def default_runs() -> None:
         with neighbour() if kind == "busy" else nullcontext():
             rows.append({"kind": kind, "run": len(rows) + 1, **launch(), "measured_by": setting()})
         write_csv(RESULTS / "default-run.csv", rows)
-    write("default-run")
+    write("cpu")
 
 
 def main() -> int:

@@ -4,7 +4,7 @@ measured.
     python benchmarks/costmodel_cpu.py            # ten minutes, on an otherwise idle machine; needs scipy
     python benchmarks/costmodel_cpu.py --quick    # a few small points, to try it out; writes nothing
 
-Writes magicdec/costmodel/calibrated/cpu.yaml and docs/results/costmodel-cpu.md. Measures the
+Writes magicdec/costmodel/calibrated/cpu.yaml and docs/results/costmodel.md. Measures the
 bundled models and, where MAGICDEC_SMOLLM2 names a folder made by tools/get_smollm2.py,
 SmolLM2-135M. Repeat the command to resume: points that this commit has measured are not measured
 again (--restart forgets them).
@@ -121,7 +121,7 @@ def write(
     write_csv(
         RESULTS / "costmodel-cpu-fit.csv", [{"number": k, "value": v} for k, v in numbers.items()]
     )
-    render.write("costmodel-cpu")
+    render.write("costmodel")
 
 
 def main() -> None:
@@ -149,7 +149,7 @@ def main() -> None:
     print(calibration)
     if not arguments.quick:
         write(stored, start, calibration)
-        origin = [f"CPUs, by {calibration.num_rows} points on one: docs/results/costmodel-cpu.md."]
+        origin = [f"CPUs, by {calibration.num_rows} points on one: docs/results/costmodel.md."]
         origin += ["Fractions are of the read bandwidth and the matmul rate that a run measures."]
         origin += ["Written by `python benchmarks/costmodel_cpu.py`."]
         FILE.write_text(to_yaml(calibration.machines[hardware.CPU], origin, ON_CPUS))

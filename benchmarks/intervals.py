@@ -271,7 +271,7 @@ def main() -> None:
         print(table(rows_of(STUDIES // 10), *columns))
     else:
         write_csv(RESULTS / "intervals.csv", rows_of(STUDIES))
-        write("intervals")
+        write("studies")
 
 
 if __name__ == "__main__":

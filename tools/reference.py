@@ -1,7 +1,7 @@
-"""Write the generated pages of docs/reference/ from the schema, the comments of conf/ and the
-parsers.
+"""Generate two pages of the documentation's site, reference/configuration.md and reference/cli.md,
+from the schema, the comments of conf/ and the parsers.
 
-python tools/reference.py           # writes configuration.md and cli.md; mkdocstrings makes api.md
+MkDocs calls this file as a hook when it builds or serves the site (mkdocs.yml).
 """
 
 import argparse
@@ -23,7 +23,6 @@ from magicdec.config.registry import CORPORA, DRAFTS, ENGINES, POLICIES, keys_of
 from magicdec.config.schema import CONF, Config
 from magicdec.inputs.rules import must
 
-PAGES = Path(__file__).resolve().parents[1] / "docs/reference"
 GROUPS = (
     "target",
     "draft",
@@ -293,13 +292,10 @@ def commands() -> str:
 WRITERS = {"configuration.md": configuration, "cli.md": commands}
 
 
-def main() -> None:
-    """Write the pages."""
-    PAGES.mkdir(exist_ok=True)
+def on_files(files: Any, config: Any) -> Any:
+    """Add the generated pages to the files of the site."""
+    from mkdocs.structure.files import File
+
     for name, write in WRITERS.items():
-        (PAGES / name).write_text(write(), encoding="utf-8")
-        print(f"wrote docs/reference/{name}")
-
-
-if __name__ == "__main__":
-    main()
+        files.append(File.generated(config, f"reference/{name}", content=write()))
+    return files

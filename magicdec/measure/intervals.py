@@ -3,7 +3,7 @@
 N rows, K repeats. The error of a figure has up to two parts: the choice of rows, which is estimated
 by a jackknife, and the noise of repeats, which all rows of a repeat share. The interval is
 Student's t with the degrees of freedom of both parts (Welch and Satterthwaite), on a scale on which
-errors are about symmetric: the logit of a share, the log of a speedup. docs/results/intervals.md
+errors are about symmetric: the logit of a share, the log of a speedup. docs/results/studies.md
 shows how often the intervals of this and of other methods cover the truth.
 """
 
