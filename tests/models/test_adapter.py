@@ -388,6 +388,11 @@ def test_a_plan_says_who_runs_the_model(folders, tmp_path):
     assert isinstance(other.target.config, ModulesConfig)
     assert "two tables" in " ".join(planned(folders("phi3-long")).warnings())
     assert not planned(folders("gemma3")).warnings()
+    [warning] = planned(folders("deepseek-v3")).warnings()
+    kept, latents = 2 * 4 * 24, 16 + 8
+    assert "its latents are expanded here, in each step" in warning
+    assert f"{kept / latents:.0f}x the memory of the latents" in warning
+    assert "predictions describe the absorbed form" in warning
     assert setup_of(plan, 30.0, 1.0).target.num_parameters == plan.target.config.num_parameters
 
 

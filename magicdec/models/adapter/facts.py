@@ -5,7 +5,7 @@ B rows, T tokens, H query heads, K KV heads, D head dim.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -96,8 +96,9 @@ def _runnable(whole: Any, stored: WeightSizes) -> ModulesConfig:
         )
     window, sliding = _windows(layers)
     [num_heads] = _one_of("query heads", [layer.num_heads for layer in layers])
+    described = _of_modules(whole, model, recording.cache, stored)
     return replace(
-        _of_modules(whole, model, recording.cache, stored),
+        described,
         num_heads=num_heads,
         num_kv_heads=max(layer.num_kv_heads for layer in layers),
         head_dim=max(max(layer.key_dim, layer.value_dim) for layer in layers),
@@ -105,7 +106,7 @@ def _runnable(whole: Any, stored: WeightSizes) -> ModulesConfig:
         sliding_layers=sliding,
         weightings=tuple(sorted({need for layer in layers for need in layer.needs})),
         long_rope_from=_long_rope(config),
-        remarks=tuple(_remarks(layers)),
+        remarks=tuple(_remarks(layers, described.memories)),
     )
 
 
@@ -355,20 +356,26 @@ def _one_of(what: str, given: list[Any]) -> set[Any]:
     return values
 
 
-def _remarks(layers: list[LayerFacts]) -> list[str]:
-    """Return what a user should know of entries that take more memory than the model's own."""
+def _remarks(layers: list[LayerFacts], memories: tuple[TokenMemory, ...]) -> Iterator[str]:
+    """Yield what a user should know of entries that take more memory than the model's own."""
     heads, width = (
         max(layer.num_kv_heads for layer in layers),
         max(max(layer.key_dim, layer.value_dim) for layer in layers),
     )
     needed = sum(layer.num_kv_heads * (layer.key_dim + layer.value_dim) for layer in layers)
+    kept = sum(memory.layers * memory.entry for memory in memories)
     stored = 2 * heads * width * len(layers)
-    if stored == needed:
-        return []
-    return [
-        "its keys and values differ in shape: the cache pads them, and takes"
-        f" {stored / needed:.2f}x their memory"
-    ]
+    if kept < needed:
+        yield (
+            "its latents are expanded here, in each step those of its new tokens: the cache holds"
+            f" keys and values of every head, {stored / kept:.0f}x the memory of the latents;"
+            " predictions describe the absorbed form, which reads the latents alone"
+        )
+    elif stored != needed:
+        yield (
+            "its keys and values differ in shape: the cache pads them, and takes"
+            f" {stored / needed:.2f}x their memory"
+        )
 
 
 ALL_ATTENTION_FUNCTIONS.register(RECORDING, _record_attention)
