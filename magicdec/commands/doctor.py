@@ -36,6 +36,7 @@ from magicdec.measure import ceilings
 from magicdec.measure.memory_use import available_bytes
 from magicdec.measure.system import cpu_name, driver_version
 from magicdec.planning import build
+from magicdec.planning.as_draft import examine_pair, read_description
 from magicdec.planning.before_download import examine as examine_model
 from magicdec.planning.resolve import resolve
 from magicdec.scenarios.ranks import on_ranks
@@ -90,9 +91,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="FOLDER_OR_CONFIG",
         help="say instead what a model's config.json (a file, a folder, or org/name) will do here",
     )
+    parser.add_argument(
+        "--draft",
+        metavar="FOLDER_OR_CONFIG",
+        help="and what another model would do as its draft",
+    )
     options = parser.parse_args(arguments)
+    if options.draft and not options.model:
+        parser.error("--draft needs the target: --model FOLDER_OR_CONFIG")
     if options.model:
-        return describe_model(options.model)
+        return describe_model(options.model, options.draft)
     with Console(stderr=True).status("checking, about half a minute") as shown:
         examined = examine(lambda check: shown.update(f"checking, about half a minute: {check}"))
         findings = [
@@ -112,11 +120,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if num_failed else 0
 
 
-def describe_model(path: str) -> int:
-    """Print what a model will do here, before its weights are downloaded."""
+def describe_model(path: str, draft_path: str | None = None) -> int:
+    """Print what a model will do here, and another one as its draft, before weights are downloaded.
+
+    Raise UserError for a model that can be neither run nor predicted, with the reason.
+    """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = read_description(path, "--model")
+    findings = [*examine_model(model, device, DTYPES[device.type])]
+    if draft_path:
+        findings += examine_pair(model, read_description(draft_path, "--draft"))
     table = new_table("", "finding", num_words=2)
-    for check, text in examine_model(path, device, DTYPES[device.type]):
+    for check, text in findings:
         table.add_row(Text(check), Text(text))
     Console().print(table)
     return 0

@@ -305,6 +305,13 @@ class DraftConfig:
         """Return the tokens beyond gamma that a round may write behind the committed ones."""
         return 0
 
+    @classmethod
+    def takes(cls, model: ModelConfig) -> bool:
+        """Return whether the draft can propose with `model`: if it listens, with a head, otherwise
+        with a whole model.
+        """
+        return model.is_head == cls.listens
+
     def caches(self, cache: CacheConfig) -> dict[str, CacheConfig]:
         """Return the draft's caches by key; `cache` is the group of that name."""
         return {"cache": cache} if self.is_model else {}

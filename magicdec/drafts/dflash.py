@@ -36,6 +36,11 @@ class Dflash(DraftConfig):
     needs_model = serves = listens = keeps_entries = proposes_blocks = True
     label, title = "{model}", "block draft {model}"
 
+    @classmethod
+    @override
+    def takes(cls, model: ModelConfig) -> bool:
+        return isinstance(model, BlockConfig)
+
     @override
     def assumed_model(self, target: ModelConfig) -> ModelConfig:
         return BlockConfig.like(target)

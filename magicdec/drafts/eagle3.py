@@ -26,6 +26,11 @@ class Eagle3(DraftConfig):
     needs_model = serves = listens = keeps_entries = True
     label, title = "{model}", "draft head {model}"
 
+    @classmethod
+    @override
+    def takes(cls, model: ModelConfig) -> bool:
+        return isinstance(model, HeadConfig)
+
     @override
     def assumed_model(self, target: ModelConfig) -> ModelConfig:
         return HeadConfig.like(target)

@@ -28,6 +28,11 @@ class MultiTokenPrediction(DraftConfig):
     needs_model = serves = listens = keeps_entries = ships_with_target = True
     label, title = "{model}", "draft {model}"
 
+    @classmethod
+    @override
+    def takes(cls, model: ModelConfig) -> bool:
+        return isinstance(model, MtpConfig | MtpModulesConfig)
+
     @override
     def assumed_model(self, target: ModelConfig) -> ModelConfig:
         """Return the modules of the target's checkpoint; for one that we run, one layer."""

@@ -1,8 +1,6 @@
 """What a config.json will do here, before its weights are downloaded: `magicdec doctor --model`."""
 
 from collections.abc import Iterable, Iterator
-from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -12,20 +10,17 @@ from magicdec.attention import backends
 from magicdec.config.registry import DRAFTS, POLICIES
 from magicdec.costmodel.growth import growth
 from magicdec.measure.memory_use import available_bytes
-from magicdec.models import description
-from magicdec.models.metadata import read_json
+from magicdec.planning.as_draft import Described
 from magicdec.units import GIB
 
 TOKENS = 1000  # whose keys and values are counted
 
 
-def examine(path: str, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, str]]:
-    """Yield what is to be known of a model, as checks and their texts.
-
-    `path` is a folder, a config.json or a hub id, of which only the json files are downloaded.
-    Raise UserError for a model that can be neither run nor predicted, with the reason.
-    """
-    config = _read(path)
+def examine(
+    model: Described, device: torch.device, dtype: torch.dtype
+) -> Iterator[tuple[str, str]]:
+    """Yield what is to be known of a model, as checks and their texts."""
+    config = model.config
     predicted = config.as_predicted()
     if refusal := getattr(config, "refusal", ""):
         yield "runs", f"no: {refusal}"
@@ -46,14 +41,6 @@ def examine(path: str, device: torch.device, dtype: torch.dtype) -> Iterator[tup
 def _growth(config: ModelConfig) -> Iterator[tuple[str, str]]:
     text = growth(config) or f"with the context grow the entries of all {config.num_layers} layers"
     yield "a step reads", text
-
-
-def _read(path: str) -> ModelConfig:
-    file = Path(path).expanduser()
-    if file.is_file():
-        plain: dict[str, Any] = read_json(file, dict[str, Any])
-        return description.describe(plain, str(file), runs=False)
-    return description.read_config(description.locate(path, "--model", weights=False), runs=False)
 
 
 def _implementation(config: ModelConfig) -> str:

@@ -18,6 +18,7 @@ from magicdec.errors import UserError
 from magicdec.kernels.toolchain import triton_obstacle
 from magicdec.measure.system import cpu_name
 from magicdec.models import description
+from magicdec.planning.as_draft import check_kind
 from magicdec.planning.identity import identify
 from magicdec.planning.resolved import Plan, PlannedModel
 
@@ -156,6 +157,7 @@ def _models(config: Config, loads: bool) -> tuple[Config, PlannedModel, PlannedM
         if key == "target":
             config = replace(config, target=choice)
         else:
+            check_kind(config.draft, choice.architecture)
             config = replace(config, draft=replace(config.draft, model=choice))
     return config, models["target"], models.get("draft.model")
 
