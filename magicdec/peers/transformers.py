@@ -4,6 +4,7 @@ Its speculation (assisted generation with a model, prompt lookup, early exit) ta
 time and a dynamic cache. B rows, S tokens of the longest prompt.
 """
 
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -11,7 +12,6 @@ import transformers
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 from transformers import (
-    AutoModelForCausalLM,
     DynamicCache,
     GenerationConfig,
     StaticCache,
@@ -30,7 +30,9 @@ from magicdec.errors import UserError
 from magicdec.inputs.rules import STRICT
 from magicdec.measure import memory_use
 from magicdec.measure.metrics import RowTimes
-from magicdec.models.quantize import quiet_torchao
+from magicdec.models.adapter.transformers_library import config_of, quiet, read_causal
+from magicdec.models.checkpoint import CONFIG, OBJECT
+from magicdec.models.metadata import read_json
 from magicdec.peers.base import Counts, Peer, PeerGeneration, PeerSpec
 
 
@@ -97,10 +99,7 @@ class TransformersPeer(Peer):
 
     def __init__(self, spec: PeerSpec):
         assert isinstance(spec.engine, TransformersEngine)
-        quiet_torchao()  # which transformers imports where it is installed
-        transformers.utils.logging.disable_progress_bar()
-        # Assisted generation warns of what it does itself.
-        transformers.utils.logging.set_verbosity_error()
+        quiet()  # assisted generation warns of what it does itself
         torch.backends.cuda.matmul.allow_tf32 = False  # fp32 means fp32
         self.spec, self._kv_cache = spec, spec.engine.kv_cache
         self._device = torch.device(spec.hardware.device)
@@ -112,9 +111,8 @@ class TransformersPeer(Peer):
         """Load a model that proposes gamma tokens in every round, in place of the checkpoint's own
         settings.
         """
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=getattr(torch, self.spec.hardware.dtype)
-        )
+        whole = config_of(read_json(Path(folder, CONFIG), OBJECT))
+        model = read_causal(Path(folder), whole, getattr(torch, self.spec.hardware.dtype))
         model.generation_config = GenerationConfig(
             num_assistant_tokens=self.spec.gamma or None,
             num_assistant_tokens_schedule="constant",

@@ -8,12 +8,15 @@ from transformers import AutoModelForCausalLM
 
 from magicdec.architectures.modules_config import ModulesConfig
 from magicdec.attention.base import Attention
-from magicdec.errors import UserError, in_one_line
 from magicdec.models.adapter.facts import storeless
 from magicdec.models.adapter.interface import NAME
 from magicdec.models.adapter.model import ModulesTransformer
-from magicdec.models.adapter.transformers_library import check_version, config_from, quiet
-from magicdec.models.unread import report_line
+from magicdec.models.adapter.transformers_library import (
+    check_version,
+    config_from,
+    quiet,
+    read_causal,
+)
 
 RANDOM_SPREAD = 0.02  # of random weights
 
@@ -56,35 +59,9 @@ def load(
     attention: Attention,
     longest: int,
 ) -> ModulesTransformer:
-    """Return the model with a checkpoint's weights, on the device.
-
-    Only safetensors are read, and no code of the checkpoint is run. Raise UserError for weights
-    that are missing or have other shapes, and report those that have no place in the model.
-    """
-    quiet()
+    """Return the model with a checkpoint's weights, on the device: see `read_causal`."""
     check_version()
-    loader: Any = AutoModelForCausalLM
-    try:
-        causal, report = loader.from_pretrained(
-            folder,
-            config=config_from(config.config_json),
-            dtype=dtype,
-            attn_implementation=NAME,
-            use_safetensors=True,
-            trust_remote_code=False,
-            local_files_only=True,
-            output_loading_info=True,
-        )
-    except (OSError, ValueError, RuntimeError) as error:
-        raise UserError(
-            f"{folder}: transformers cannot load its weights ({in_one_line(error):.200})"
-        ) from None
-    if missing := sorted(report["missing_keys"]):
-        raise UserError(f"{folder}: {len(missing)} tensors are missing, such as {missing[0]}")
-    if wrong := sorted(report["mismatched_keys"]):
-        raise UserError(f"{folder}: tensors have other shapes than its modules, such as {wrong[0]}")
-    if unread := sorted(report["unexpected_keys"]):
-        report_line(f"{folder}: {len(unread)} tensors are not read, such as {unread[0]}")
+    causal = read_causal(folder, config_from(config.config_json), dtype, NAME)
     return _ready(config, causal.to(device), attention, longest)
 
 

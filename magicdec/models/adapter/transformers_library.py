@@ -6,13 +6,16 @@ Only this room and the peer `engine=transformers` import it for models.
 import json
 from collections.abc import Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 from packaging.version import Version
 
 from magicdec.architectures.hugging_face import WITHOUT_EFFECT
 from magicdec.errors import UserError, in_one_line
+from magicdec.models.unread import report_line
 
 OLDEST = "5.24"  # whose modules take what we pass
 # Keys that configurations read without having them: of rotary embeddings, which they check
@@ -72,3 +75,36 @@ def unread_keys(plain: Mapping[str, Any]) -> dict[str, Any]:
 def config_from(text: str) -> Any:
     """Return transformers' configuration of the text of a config.json that was read before."""
     return config_of(json.loads(text))
+
+
+def read_causal(folder: Path, whole: Any, dtype: torch.dtype, attention: str | None = None) -> Any:
+    """Return a causal language model with a checkpoint's weights, on the CPU; `attention` is the
+    implementation, by default transformers' own choice.
+
+    Only safetensors are read, and no code of the checkpoint is run. Raise UserError for weights
+    that are missing or have other shapes, and report those that have no place in the model.
+    """
+    quiet()
+    loader: Any = transformers.AutoModelForCausalLM
+    try:
+        causal, report = loader.from_pretrained(
+            folder,
+            config=whole,
+            dtype=dtype,
+            attn_implementation=attention,
+            use_safetensors=True,
+            trust_remote_code=False,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UserError(
+            f"{folder}: transformers cannot load its weights ({in_one_line(error):.200})"
+        ) from None
+    if missing := sorted(report["missing_keys"]):
+        raise UserError(f"{folder}: {len(missing)} tensors are missing, such as {missing[0]}")
+    if wrong := sorted(report["mismatched_keys"]):
+        raise UserError(f"{folder}: tensors have other shapes than its modules, such as {wrong[0]}")
+    if unread := sorted(report["unexpected_keys"]):
+        report_line(f"{folder}: {len(unread)} tensors are not read, such as {unread[0]}")
+    return causal
