@@ -10,7 +10,7 @@ sees (1, N) tokens where some are left out, otherwise (B, T).
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -22,6 +22,7 @@ from typing_extensions import override
 
 from magicdec.attention.base import Attention, Weighting
 from magicdec.models.kv_cache import KVCache, Place
+from magicdec.models.transformer import MAX_COMPILED, compile_parts
 
 NAME = "magicdec"  # of the attention, and of the keyword that carries a pass to it
 
@@ -169,6 +170,17 @@ def layers_of(decoder: Any) -> nn.ModuleList:
     """Return the layers of a decoder."""
     lists = [child for child in decoder.children() if isinstance(child, nn.ModuleList)]
     return next(each for each in lists if len(each) == decoder.config.num_hidden_layers)
+
+
+def compile_forward(layers: Iterable[nn.Module]) -> None:
+    """Compile the forward pass of each layer but its attention, which writes to caches and may wait
+    for the host. Layers of one class share the compiled code.
+    """
+    # Here and not from the beginning: this imports PyTorch's compiler, which takes a second.
+    ALL_ATTENTION_FUNCTIONS.register(NAME, torch.compiler.disable(attend))
+    torch._dynamo.config.recompile_limit = MAX_COMPILED
+    for layer in layers:
+        compile_parts(layer, "forward")
 
 
 # transformers makes no masks for an attention without an entry in its interface of masks.

@@ -64,6 +64,7 @@ def changed(root: nn.Module, change: Callable[[nn.Module], nn.Module | None]) ->
     if other is not None:
         return other
     twin = copy(root)
+    vars(twin).pop("forward", None)  # a compiled one, which runs the original's children
     children = {name: child for name, child in root._modules.items() if child is not None}
     twin._modules = root._modules | {
         name: changed(child, change) for name, child in children.items()

@@ -16,13 +16,20 @@ from typing_extensions import override
 from magicdec.architectures.modules_config import ModulesConfig
 from magicdec.attention.base import Attention
 from magicdec.attention.sdpa import SdpaAttention
-from magicdec.models.adapter.interface import NAME, EntriesPass, ModulesPass, layers_of, writing
+from magicdec.models.adapter.interface import (
+    NAME,
+    EntriesPass,
+    ModulesPass,
+    compile_forward,
+    layers_of,
+    writing,
+)
 from magicdec.models.adapter.linears import by_operators, by_pytorch
 from magicdec.models.kv_cache import KVCache
 from magicdec.models.operators import PYTORCH, Operators, operators_for
 from magicdec.models.parallel import ALONE
 from magicdec.models.taps import Taps
-from magicdec.models.transformer import Transformer, compile_parts
+from magicdec.models.transformer import Transformer
 
 
 class GivenStates(nn.Module):
@@ -138,10 +145,9 @@ class ModulesTransformer(Transformer):
 
     @override
     def compile_layers(self) -> None:
-        """Compile each layer; attention stays as it is."""
-        self.is_compiled = True
-        for layer in self.layers:
-            compile_parts(layer, "forward")
+        """Compile each layer; attention stays as it is, and linear layers become PyTorch's."""
+        vars(self).update(vars(self.plain()) | {"attention": self.attention, "is_compiled": True})
+        compile_forward(self.layers)
 
 
 @contextmanager

@@ -16,15 +16,21 @@ from typing_extensions import override
 from magicdec.architectures.modules_config import MtpModulesConfig
 from magicdec.attention.base import Attention
 from magicdec.errors import UserError, in_one_line
-from magicdec.models.adapter.interface import NAME, EntriesPass, ModulesPass, writing
-from magicdec.models.adapter.linears import by_operators
+from magicdec.models.adapter.interface import (
+    NAME,
+    EntriesPass,
+    ModulesPass,
+    compile_forward,
+    writing,
+)
+from magicdec.models.adapter.linears import by_operators, by_pytorch
 from magicdec.models.adapter.model import ModulesTransformer
 from magicdec.models.adapter.transformers_library import check_version, config_from, quiet
 from magicdec.models.kv_cache import KVCache
 from magicdec.models.operators import PYTORCH, Operators, operators_for
 from magicdec.models.parallel import ALONE
 from magicdec.models.states_model import StatesModel
-from magicdec.models.transformer import Transformer, compile_parts
+from magicdec.models.transformer import Transformer
 
 RANDOM_SPREAD = 0.02  # of random weights
 
@@ -104,10 +110,11 @@ class ModulesMtp(StatesModel):
 
     @override
     def compile_layers(self) -> None:
-        """Compile each module; attention stays as it is."""
+        """Compile each module; attention stays as it is, and linear layers become PyTorch's."""
         self.is_compiled = True
-        for layer in self.layers:
-            compile_parts(layer, "forward")
+        self.predictor = by_pytorch(self.predictor)
+        self.layers = self.predictor.layers
+        compile_forward(self.layers)
 
 
 def load_mtp(
