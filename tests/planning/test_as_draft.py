@@ -38,7 +38,7 @@ def test_an_independent_model_of_the_same_tokens():
     assert findings["as a draft"] == command
     assert findings["vocabulary"] == "shared, 1,024 entries, compared token by token"
     assert findings["its context"] == "8,448 tokens, as far as the target's 8,448"
-    assert "quest" not in findings["its cache"]
+    assert "verify_guided" not in findings["its cache"]
     assert "refused" not in findings
 
 
@@ -82,7 +82,10 @@ def test_a_model_whose_layers_keep_states(small, tmp_path):
 
 @pytest.mark.parametrize(
     ("family", "beyond"),
-    [("llama", "only over cache=streaming, which hides the distance"), ("olmo2", "refused")],
+    [
+        ("llama", "only over cache=streaming, window, which"),
+        ("olmo2", "refused"),
+    ],
 )
 def test_a_model_that_was_trained_on_shorter_texts(small, family, beyond):
     shown = said(small("llama"), small(family, max_position_embeddings=64))["its context"]
