@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from muon import Muon
 
 MUON_LR = 0.02
 
@@ -36,7 +37,7 @@ class Trainer:
         checkpoint: Path,
     ):
         self.args, self.model, self.checkpoint = args, model, checkpoint
-        self.optimisers = (torch.optim.Muon(matrices, lr=MUON_LR, weight_decay=0.0), adam)
+        self.optimisers = (Muon(matrices, lr=MUON_LR), adam)
         self.steps, self.tokens, self.seconds, self.last_s = 0, 0, 0.0, 0.0
         if args.resume and checkpoint.exists():
             self.restore()

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from magicdec.architectures.block_config import BlockConfig
 from magicdec.attention.base import Attention, Shape
-from magicdec.models.kv_cache import KVCache
+from magicdec.models.kv_cache import KVCache, Place
 from magicdec.models.parallel import ALONE, Share
 from magicdec.models.rope import frequencies_on
 from magicdec.models.states_model import StatesModel
@@ -50,16 +50,12 @@ class BlockHead(StatesModel):
 
     def __init__(self, config: BlockConfig, attention: Attention, share: Share = ALONE):
         """Allocate weights. `config` has the sizes of this rank's share."""
-        nn.Module.__init__(self)
-        self.config, self.attention = config, attention
-        self.share, self.is_compiled = share, False
+        super().__init__(config, attention, share)
         E = config.hidden_size
         self.fc = nn.Linear(len(config.taps) * E, E, bias=False)
         self.state_norm = nn.RMSNorm(E, config.rms_norm_eps)
         self.layers = nn.ModuleList(Layer(config, share) for _ in range(config.num_layers))
         self.norm = nn.RMSNorm(E, config.rms_norm_eps)
-        self.embed = self.head = None
-        self.register_buffer("target_ids_V", None)
 
     @property
     @override
@@ -78,11 +74,17 @@ class BlockHead(StatesModel):
         """Write the entries of T hidden states in all layers. Tokens have no part in them."""
         (cos, sin), slots_BT = self._angles(cache, hidden_BTE.shape[1])
         for number in range(len(self.layers)):
-            layer, place = self._layer(number), cache.place(number, slots_BT)
-            qkv = self.operators.linear(layer.qkv, hidden_BTE)
-            qkv = qkv.unflatten(-1, (-1, self.config.head_dim))
-            norms = (layer.q_norm, layer.k_norm) if self.config.qk_norm else None
-            self.operators.rotate(qkv, self.config.num_heads, norms, cos, sin, place)
+            self.write_context(number, hidden_BTE, cos, sin, cache.place(number, slots_BT))
+
+    def write_context(
+        self, number: int, hidden_BTE: Tensor, cos: Tensor, sin: Tensor, place: Place | None
+    ) -> None:
+        """Write the entries of T hidden states in one layer to their place."""
+        layer = self.layer_of(number)
+        qkv = self.operators.linear(layer.qkv, hidden_BTE)
+        qkv = qkv.unflatten(-1, (-1, self.config.head_dim))
+        norms = (layer.q_norm, layer.k_norm) if self.config.qk_norm else None
+        self.operators.rotate(qkv, self.config.num_heads, norms, cos, sin, place)
 
     @override
     def forward(  # type: ignore[override]
@@ -103,7 +105,7 @@ class BlockHead(StatesModel):
         x_BTE = self.share.embed(tokens_BT, self.embed.weight).to(self.dtype)
         mlp_BTE = torch.zeros_like(x_BTE)
         for number in range(len(self.layers)):
-            layer = self._layer(number)
+            layer = self.layer_of(number)
             x_BTE, q_BTHD = layer.before_attention(ops, x_BTE, mlp_BTE, cos, sin, places[number])
             q = as_one_token(q_BTHD, num_kv_heads) if is_block else q_BTHD
             out = cache.attend(number, q, self.attention, plans[number])
@@ -126,7 +128,8 @@ class BlockHead(StatesModel):
         cos_BTD, sin_BTD = self.angles(*frequencies, cache.positions_BT(num_new))
         return (cos_BTD[:, :, None], sin_BTD[:, :, None]), cache.slots_BT(num_new)
 
-    def _layer(self, number: int) -> Layer:
+    def layer_of(self, number: int) -> Layer:
+        """Return a layer by its number."""
         return cast("Layer", self.layers[number])
 
     @override

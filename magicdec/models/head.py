@@ -63,9 +63,7 @@ class Head(StatesModel):
 
     def __init__(self, config: HeadConfig, attention: Attention, share: Share = ALONE):
         """Allocate weights. `config` has the sizes of this rank's share."""
-        nn.Module.__init__(self)
-        self.config, self.attention = config, attention
-        self.share, self.is_compiled = share, False
+        super().__init__(config, attention, share)
         E, joined = config.hidden_size, config.num_taps * config.target_hidden_size
         self.fc = nn.Linear(joined, E, bias=False)
         sizes = {

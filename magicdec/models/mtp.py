@@ -20,6 +20,7 @@ from magicdec.models.head import Head
 from magicdec.models.kv_cache import Place
 from magicdec.models.operators import Operators
 from magicdec.models.parallel import ALONE, Share
+from magicdec.models.states_model import StatesModel
 from magicdec.models.transformer import Layer
 
 
@@ -59,12 +60,8 @@ class MtpHead(Head):
 
     def __init__(self, config: MtpConfig, attention: Attention, share: Share = ALONE):
         """Allocate weights. `config` has the sizes of this rank's share."""
-        nn.Module.__init__(self)
-        self.config, self.attention = config, attention
-        self.share, self.is_compiled = share, False
+        StatesModel.__init__(self, config, attention, share)
         self.layers = nn.ModuleList(MtpLayer(config, share) for _ in range(config.num_layers))
-        self.embed = self.head = None
-        self.register_buffer("target_ids_V", None)
 
     @property
     @override

@@ -8,10 +8,13 @@ from abc import abstractmethod
 from copy import copy
 from typing import Any, Self
 
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
+from magicdec.architectures.model_config import ModelConfig
+from magicdec.attention.base import Attention
 from magicdec.models.kv_cache import KVCache
+from magicdec.models.parallel import ALONE, Share
 from magicdec.models.transformer import Transformer
 
 
@@ -21,6 +24,16 @@ class StatesModel(Transformer):
     target_ids_V: Tensor | None  # of the draft's tokens; None: they are the target's own
     embed: Any
     head: Any
+
+    def __init__(self, config: ModelConfig, attention: Attention, share: Share = ALONE):
+        """Have nothing of its own but what the layers of a subclass add. `config` has the sizes of
+        this rank's share.
+        """
+        nn.Module.__init__(self)
+        self.config, self.attention = config, attention
+        self.share, self.is_compiled = share, False
+        self.embed = self.head = None
+        self.register_buffer("target_ids_V", None)
 
     @property
     def num_modules(self) -> int:

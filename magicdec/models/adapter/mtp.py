@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 from typing_extensions import override
@@ -28,7 +28,6 @@ from magicdec.models.adapter.model import ModulesTransformer
 from magicdec.models.adapter.transformers_library import check_version, config_from, quiet
 from magicdec.models.kv_cache import KVCache
 from magicdec.models.operators import PYTORCH, Operators, operators_for
-from magicdec.models.parallel import ALONE
 from magicdec.models.states_model import StatesModel
 from magicdec.models.transformer import Transformer
 
@@ -41,13 +40,9 @@ class ModulesMtp(StatesModel):
     config: MtpModulesConfig
 
     def __init__(self, config: MtpModulesConfig, predictor: Any, attention: Attention):
-        nn.Module.__init__(self)
-        self.config, self.attention = config, attention
-        self.share, self.is_compiled = ALONE, False
+        super().__init__(config, attention)
         self.predictor = predictor
         self.layers = predictor.layers
-        self.embed = self.head = None
-        self.register_buffer("target_ids_V", None)
 
     @property
     @override
