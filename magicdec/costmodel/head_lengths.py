@@ -1,5 +1,5 @@
-"""Acceptance as others have published it: of a head, by task and by gamma, never mixed with what
-runs here have measured.
+"""Acceptance as others have published it: of a head, of the modules that a model ships with or of a
+draft that fills blocks, by task and by gamma. It is never mixed with what runs here have measured.
 """
 
 import csv
@@ -22,6 +22,7 @@ class PublishedLength(NamedTuple):
     """One published acceptance length."""
 
     name: str
+    draft: str  # its kind: one of ours, or a relative of these, such as dspark
     target: str
     head: str
     task: str
@@ -39,7 +40,8 @@ class PublishedLength(NamedTuple):
 
 def published_alpha(name: str) -> AlphaEstimate:
     """Return the median alpha of a published head, and in words its spread over tasks and gammas,
-    its source, licence and date. `name` is a head, or HEAD/TASK. Raise UserError if there is none.
+    its sources with their licences and dates. `name` is a head, or HEAD/TASK. Raise UserError if
+    there is none.
     """
     head, _, task = name.partition("/")
     lengths = [row for row in _table() if row.name == head and task in ("", row.task)]
@@ -47,10 +49,10 @@ def published_alpha(name: str) -> AlphaEstimate:
         raise UserError(_unknown(name, head))
     alphas = [row.alpha for row in lengths]
     tasks = sorted({row.task for row in lengths})
-    first = lengths[0]
     spread = f"{min(alphas):.2f} to {max(alphas):.2f} over {len(alphas)} lengths"
-    origin = f"{first.source}, {first.licence}, {first.date}"
-    source = f"published of {first.head} on {', '.join(tasks)}: {spread}; {origin}"
+    origins = dict.fromkeys(f"{row.source}, {row.licence}, {row.date}" for row in lengths)
+    where = f"published of {lengths[0].head} on {', '.join(tasks)}, not run here"
+    source = f"{where}: {spread}; {'; '.join(origins)}"
     return AlphaEstimate(median(alphas), source)
 
 
