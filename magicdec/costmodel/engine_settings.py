@@ -6,10 +6,12 @@ Names and forms are those of the engines' own sources in September 2026:
   and gamma. With a context range between them in vllm-project/vllm#48944, which is proposed, not
   released.
 - SGLang: `--speculative-adaptive-config` (sgl-project/sglang#24055), by the lower bound of the
-  batch; EAGLE heads only.
+  batch; EAGLE heads only, as which it runs the modules of a checkpoint, too.
 - TensorRT-LLM: `draft_len_schedule` (NVIDIA/TensorRT-LLM#10860), by the upper bound of the batch.
   The first entry must hold the largest gamma, and beyond the last entry there is no speculation.
-- llama.cpp: one number for all batches.
+- llama.cpp: one number for all batches, and `--spec-type` for drafts other than models.
+
+Modules that a checkpoint ships with need no name of a model: engines find them there.
 """
 
 import json
@@ -186,31 +188,56 @@ TENSORRT_LLM_PAUSES = (
     "the drafter's cache is not written meanwhile, and acceptance collapses for all requests that"
     " go on (NVIDIA/TensorRT-LLM#16888)"
 )
+VLLM_METHODS = {
+    "model": "draft_model",
+    "ngram": "ngram",
+    "eagle3": "eagle3",
+    "mtp": "mtp",
+    "dflash": "dflash",
+}
 FORMS = {
     "vllm": EngineForm(
         "vLLM",
-        {"model": "draft_model", "ngram": "ngram", "eagle3": "eagle3", "suffix": "suffix"},
+        VLLM_METHODS | {"suffix": "suffix"},
         _vllm,
         ".json",
         pauses=VLLM_PAUSES,
     ),
     "vllm_by_context": EngineForm(
         "vLLM",
-        {"model": "draft_model", "ngram": "ngram", "eagle3": "eagle3"},
+        VLLM_METHODS,
         _vllm,
         ".json",
         by_context=True,
         pauses=VLLM_PAUSES,
     ),
-    "sglang": EngineForm("SGLang's adaptive speculation", {"eagle3": "EAGLE3"}, _sglang, ".json"),
+    "sglang": EngineForm(
+        "SGLang's adaptive speculation", {"eagle3": "EAGLE3", "mtp": "EAGLE"}, _sglang, ".json"
+    ),
     "tensorrt_llm": EngineForm(
         "TensorRT-LLM",
-        {"model": "Draft_Target", "ngram": "NGram", "eagle3": "Eagle3"},
+        {
+            "model": "Draft_Target",
+            "ngram": "NGram",
+            "eagle3": "Eagle3",
+            "mtp": "MTP",
+            "dflash": "DFlash",
+        },
         _tensorrt_llm,
         ".yaml",
         pauses=TENSORRT_LLM_PAUSES,
     ),
-    "llamacpp": EngineForm("llama.cpp", {"model": "-md DRAFT.gguf"}, _llamacpp, by_batch=False),
+    "llamacpp": EngineForm(
+        "llama.cpp",
+        {
+            "model": "-md DRAFT.gguf",
+            "eagle3": "--spec-type draft-eagle3 -md DRAFT.gguf",
+            "mtp": "--spec-type draft-mtp",
+            "dflash": "--spec-type draft-dflash -md DRAFT.gguf",
+        },
+        _llamacpp,
+        by_batch=False,
+    ),
 }
 
 
@@ -223,9 +250,14 @@ def _ranks(flag: str, setup: Setup) -> list[str]:
 
 
 def _model(key: str, setup: Setup) -> dict[str, str]:
-    """Return the draft's own model under an engine's key; {} for a draft without one."""
-    model = setup.draft.model if setup.draft.needs_model else None
-    return {key: model.path or model.name} if model else {}
+    """Return the draft's own model under an engine's key; {} for a draft without one, or whose
+    model is in the target's checkpoint.
+    """
+    draft = setup.draft
+    model = draft.model if draft.needs_model else None
+    if model is None or (draft.ships_with_target and model.path is None):
+        return {}
+    return {key: model.path or model.name}
 
 
 def _json(value: Any) -> str:

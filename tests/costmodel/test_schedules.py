@@ -15,6 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import magicdec
+from magicdec.config.choices import ModelChoice
+from magicdec.config.registry import DRAFTS
 from magicdec.costmodel.acceptance import Curves
 from magicdec.costmodel.engine_settings import FORMS, read_vllm
 from magicdec.costmodel.hardware import hardware_named
@@ -242,6 +244,41 @@ def test_what_an_engine_cannot_express_is_a_note(setup):
         found = form.write(never, setup, form.methods.get("model", ""))
         assert (found.content, "serve without it" in found.note) == (None, True), name
         assert "spec" not in found.command("FILE"), name
+
+
+def of_kind(setup, kind, path):
+    """The setup with a draft over the target's hidden states."""
+    facts = DRAFTS[kind].facts
+    architecture = facts().assumed_model(setup.target)
+    return setup.at(draft=facts(model=ModelChoice(kind, path=path, architecture=architecture)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "path", "method", "trt", "words"),
+    [
+        ("mtp", None, "mtp", "MTP", "--spec-type draft-mtp"),
+        ("dflash", "z-lab/draft", "dflash", "DFlash", "--spec-type draft-dflash -md DRAFT.gguf"),
+        ("eagle3", "lab/head", "eagle3", "Eagle3", "--spec-type draft-eagle3 -md DRAFT.gguf"),
+    ],
+)
+def test_drafts_over_hidden_states_have_the_engines_names(setup, kind, path, method, trt, words):
+    """Modules of the target's own checkpoint have no model to name."""
+    own, found = of_kind(setup, kind, path), with_rows(ROWS)
+    config = json.loads(FORMS["vllm"].settings(found, own).content)
+    assert (config["method"], config.get("model")) == (method, path)
+    settings = yaml.safe_load(FORMS["tensorrt_llm"].settings(found, own).content)
+    assert settings["speculative_config"]["decoding_type"] == trt
+    assert settings["speculative_config"].get("speculative_model") == path
+    assert words in " ".join(FORMS["llamacpp"].settings(found, own).words)
+
+
+def test_sglang_runs_modules_as_an_eagle_head_and_no_draft_of_blocks(setup):
+    found = with_rows(ROWS)
+    command = FORMS["sglang"].settings(found, of_kind(setup, "mtp", None)).command("FILE")
+    assert "--speculative-algorithm EAGLE" in " ".join(command.split())
+    assert "draft-model-path" not in command
+    with pytest.raises(UserError, match="draft=dflash: SGLang's adaptive speculation cannot"):
+        FORMS["sglang"].settings(found, of_kind(setup, "dflash", "z-lab/draft"))
 
 
 def test_an_engine_without_the_draft_refuses_it(setup):
