@@ -1,5 +1,5 @@
-"""Compare the cost model with speedups that others have measured: docs/results/backtest.csv and
-refutation.csv, by row.
+"""Compare the cost model with speedups that others have measured: docs/results/backtest.csv,
+refutation.csv and backtest-blocks.csv, by row.
 
     python benchmarks/backtest.py
 
@@ -24,6 +24,7 @@ from page import RESULTS, ROOT
 from render import Row, read_csv, write, write_csv
 from skill import BATCHES, CONTEXTS, band, errors_of, is_held_back, judged_confidence, skill, strata
 
+from magicdec.architectures.block_config import BlockConfig
 from magicdec.architectures.head_config import HeadConfig
 from magicdec.architectures.hugging_face import from_hugging_face
 from magicdec.architectures.model_config import ModelConfig
@@ -41,9 +42,13 @@ from magicdec.costmodel.targets import architecture, option
 
 ADDED = yaml.safe_load((ROOT / "benchmarks/backtest_models.yaml").read_text())
 FILES = ("backtest", "refutation")
+BLOCKS_FILE = "backtest-blocks"  # a page's section of its own: no row of it judges the model
 ASYNCHRONOUS = "2026-01"  # vLLM's default from then on
 HALF = 0.5  # of a lookup's proposals are accepted, where a source does not say
 VOCABULARY = {"eagle": 1.0, "fr-spec": 0.25}  # a head's share of the target's
+# Drafts that fill a block in one pass; others than DFlash correct it afterwards, which has no costs
+# here.
+BLOCKS = ("dflash", "dflash2", "domino", "dspark", "lilicorr")
 # Rows that share these differ in their batch alone.
 SERIES = (
     "publisher",
@@ -107,6 +112,9 @@ def draft_of(row: Row, target: ModelConfig) -> DraftConfig:
         return DRAFTS[kind].facts()
     if kind == "self":
         return DRAFTS[kind].facts(quantization=name or "none")
+    if kind in BLOCKS:
+        block = BlockConfig.like(target)
+        return DRAFTS["dflash"].facts(model=ModelChoice(kind, architecture=block))
     head = HeadConfig.like(target)
     if kind in VOCABULARY:
         head = replace(head, draft_vocab_size=int(VOCABULARY[kind] * target.vocab_size))
@@ -296,7 +304,7 @@ def shipped_errors(judging: list[Row]) -> Iterator[Row]:
 
 def main() -> None:
     """Predict all rows and render their pages."""
-    for name in FILES:
+    for name in (*FILES, BLOCKS_FILE):
         write_csv(RESULTS / f"{name}-predictions.csv", predictions(name))
     refuting = read_csv(RESULTS / "refutation-predictions.csv")
     write_csv(

@@ -2,9 +2,9 @@
 
     python benchmarks/heads_predictions.py
 
-Acceptance is published and named with its source; times are predicted. DFlash, P-EAGLE and MTP do
-not run in this project: their passes are composed from the cost model's, and where no acceptance
-was found, the rows have the length that a round needs to break even. Nothing is measured here.
+Acceptance is published and named with its source; times are predicted. P-EAGLE does not run in this
+project: its passes are composed from the cost model's. Where no acceptance was found, the rows have
+the length that a round needs to break even. Nothing is measured here.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,10 @@ import render
 from page import RESULTS, ROOT
 from render import read_csv, write_csv
 
+from magicdec.architectures.block_config import BlockConfig
 from magicdec.architectures.head_config import HeadConfig
+from magicdec.architectures.model_config import ModelConfig
+from magicdec.architectures.mtp_config import MtpConfig
 from magicdec.config.choices import ModelChoice
 from magicdec.config.registry import DRAFTS, POLICIES
 from magicdec.costmodel.acceptance import Curves, published
@@ -48,10 +51,11 @@ class Head(NamedTuple):
     own_vocabulary: bool  # proposes from a part of the target's
 
 
-NOT_RUN = {
-    "DFlash": Head(5, 9, 5, False),
-    "P-EAGLE": Head(4, 7, 3, True),
-    "MTP": Head(1, 1, 1, False),
+P_EAGLE = Head(4, 7, 3, True)
+# The drafts of blocks and modules that run here, with the tokens that they propose.
+PASSES = {
+    "DFlash": ("dflash", replace(BlockConfig.like(TARGET), block_size=10), 9),
+    "MTP": ("mtp", MtpConfig.like(TARGET), 1),
 }
 
 
@@ -69,9 +73,9 @@ def published_lengths() -> dict[int, float]:
     }
 
 
-def head_setup(setup: Setup, policy: str, head: HeadConfig) -> Setup:
-    """Return the setup with an EAGLE-3 head over a cache."""
-    draft = DRAFTS["eagle3"].facts(model=ModelChoice("head", architecture=head))
+def with_draft(setup: Setup, policy: str, kind: str, model: ModelConfig) -> Setup:
+    """Return the setup with a draft over the target's hidden states, and a cache of its entries."""
+    draft = DRAFTS[kind].facts(model=ModelChoice(kind, architecture=model))
     return setup.at(draft=draft, cache=POLICIES[policy].facts(budget=BUDGET))
 
 
@@ -80,7 +84,7 @@ def parallel_times(setup: Setup, head: Head, policy: str) -> tuple[Setup, RoundT
     config = replace(HeadConfig.like(TARGET), num_layers=head.layers, taps=tuple(range(head.taps)))
     if not head.own_vocabulary:
         config = replace(config, draft_vocab_size=TARGET.vocab_size)
-    at = head_setup(setup, policy, config)
+    at = with_draft(setup, policy, "eagle3", config)
     times = round_times(at, head.gamma)
     rows = Pass(config, at.batch, head.gamma, at.tokens_read, at.ranks)
     entries = entries_time(rows._replace(query_tokens=head.gamma + 1), at.hardware)
@@ -99,7 +103,7 @@ def heads(setup: Setup, lengths: dict[int, float]) -> Iterator[Row]:
     """
     full = 0.0
     for policy in CACHES:
-        at = head_setup(setup, policy, HeadConfig.like(TARGET))
+        at = with_draft(setup, policy, "eagle3", HeadConfig.like(TARGET))
         by_gamma = {gamma: round_times(at, gamma) for gamma in lengths}
         gamma = max(by_gamma, key=lambda gamma: by_gamma[gamma].speedup(lengths[gamma]))
         row = row_of("EAGLE-3", at, by_gamma[gamma], lengths[gamma])
@@ -146,9 +150,12 @@ def predictions() -> list[Row]:
     for machine, batch, context in product(MACHINES, BATCHES, CONTEXTS):
         setup = Setup(TARGET, hardware_named(machine), batch, context, target_name="llama-3.1-8b")
         found = [*heads(setup, lengths), self_speculation(setup)]
-        for (name, head), policy in product(NOT_RUN.items(), CACHES):
-            at, times = parallel_times(setup, head, policy)
-            found.append(row_of(name, at, times, mtp if name == "MTP" else None))
+        for policy in CACHES:
+            found.append(row_of("P-EAGLE", *parallel_times(setup, P_EAGLE, policy), None))
+            for name, (kind, model, gamma) in PASSES.items():
+                at = with_draft(setup, policy, kind, model)
+                length = mtp if name == "MTP" else None
+                found.append(row_of(name, at, round_times(at, gamma), length))
         fits = [row.pop("fits") for row in found]
         rows += found if all(fits) else []
     return rows

@@ -45,7 +45,7 @@ def test_measurements_are_complete_and_from_many_sources():
     assert any(row["speedup"] < 1 for row in rows)
 
 
-@pytest.mark.parametrize("name", ["backtest", "refutation"])
+@pytest.mark.parametrize("name", ["backtest", "refutation", "backtest-blocks"])
 def test_predictions_are_those_of_the_cost_model(name):
     """If this fails, run python benchmarks/backtest.py."""
     stored = backtest.read_csv(RESULTS / f"{name}-predictions.csv")
@@ -54,6 +54,32 @@ def test_predictions_are_those_of_the_cost_model(name):
     for row, known in list(zip(rows, stored, strict=True))[::10]:
         needed = backtest.predict(row).get("needed_length", 0.0)
         assert needed == pytest.approx(known["needed_length"] or 0.0, rel=1e-4)
+
+
+def test_measurements_of_blocks_are_complete_and_judge_nothing():
+    rows = backtest.read_csv(RESULTS / "backtest-blocks.csv")
+    matched = {(row["draft"], row["draft_model"]) for row in rows if row["source"].endswith("2342")}
+    assert len(matched) == 6
+    assert all(row[column] is not None for row in rows for column in REQUIRED)
+    assert all(row["source"].startswith("https://") and row["assumed"] for row in rows)
+    assert all(1 <= row["acceptance_length"] <= row["gamma"] + 1 for row in rows)
+    assert any(row["speedup"] < 1 for row in rows)
+    assert backtest.BLOCKS_FILE not in backtest.FILES
+
+
+def test_a_block_costs_one_pass():
+    row = next(
+        row
+        for row in backtest.read_csv(RESULTS / "backtest-blocks.csv")
+        if row["draft"] == "dflash"
+    )
+    steps = [backtest.predict(row | {"gamma": gamma})["round_steps"] for gamma in (7, 15)]
+    chain = [
+        backtest.predict(row | {"gamma": gamma, "draft": "eagle3"})["round_steps"]
+        for gamma in (7, 15)
+    ]
+    assert steps[1] / steps[0] < 1.1
+    assert chain[1] / chain[0] > 1.2
 
 
 def test_the_headline_follows_from_the_predictions():
