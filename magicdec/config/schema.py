@@ -162,6 +162,7 @@ class Needs:
     prefills_batches: ClassVar[bool] = False  # those of the data, which jobs of a sweep share
     serves: ClassVar[bool] = False  # requests that come and go
     audits: ClassVar[bool] = False  # the logits of what was written
+    stores_units: ClassVar[bool] = False  # parts of the work, each when it ends
     # Keys of its own that replace general ones.
     at: ClassVar[Mapping[str, str]] = MappingProxyType({})
 
@@ -186,6 +187,7 @@ class Compare(Needs):
 
     prefills_batches: ClassVar[bool] = True
     audits: ClassVar[bool] = True
+    stores_units: ClassVar[bool] = True
 
     name: Literal["compare"]
     repeats: AutoOrCount
@@ -200,6 +202,7 @@ class Profile(Needs):
 
     reads_text: ClassVar[bool] = False
     measures_acceptance: ClassVar[bool] = False
+    stores_units: ClassVar[bool] = True
     at: ClassVar[Mapping[str, str]] = GRID
 
     name: Literal["profile"]
@@ -329,6 +332,7 @@ class Serve(Needs):
     """Requests that come and go."""
 
     serves: ClassVar[bool] = True
+    stores_units: ClassVar[bool] = True
 
     name: Literal["serve"]
     concurrencies: Counts
@@ -428,9 +432,9 @@ class Config:
         return self.draft.name != "none"
 
     @property
-    def adds_repeats(self) -> bool:
-        """Return whether repeats can be added to a run: each is stored by itself."""
-        return isinstance(self.scenario, Compare)
+    def stores_units(self) -> bool:
+        """Return whether the parts of a run are stored one by one, so that others can be added."""
+        return self.scenario.stores_units
 
     @property
     def compares_natively(self) -> bool:

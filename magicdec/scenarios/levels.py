@@ -22,8 +22,9 @@ from magicdec.data import Prompts
 from magicdec.measure.metrics import Metrics, by_category
 from magicdec.planning import build
 from magicdec.planning.resolved import Plan
+from magicdec.scenarios.level_units import LevelUnit
 from magicdec.serving.load_generator import Load, RequestSpec, latency_metrics, load_metrics
-from magicdec.serving.request import Params, Request
+from magicdec.serving.request import Params, Stats
 from magicdec.tracking.cells import new_table, three_digits
 from magicdec.tracking.run_table import (
     categories,
@@ -44,7 +45,6 @@ LATENCIES = {
     "request_latency_ms": ("request, s", 1e-3),
     "goodput_rps": ("good/s", 1.0),
 }
-Measured = tuple[Sequence[Request], float]  # the requests of a level, and the seconds that it took
 
 
 def levels_of(scenario: Serve) -> list[Load]:
@@ -105,41 +105,41 @@ def warm_up_of(jobs: Sequence[RequestSpec]) -> RequestSpec:
 
 
 def speed_metrics(
-    measured: Mapping[str, Measured], scenario: Serve, categories: Sequence[str] = ()
+    units: Mapping[str, LevelUnit], scenario: Serve, categories: Sequence[str] = ()
 ) -> Metrics:
     """Return the speed of each way and the speedups, named as in scenario=compare; the latencies by
     category, too.
     """
+    stats = {way: [request.stats for request in unit.requests] for way, unit in units.items()}
     result: Metrics = {}
-    for way, (requests, seconds) in measured.items():
-        figures = load_metrics(requests, seconds, scenario.latency_ms, scenario.first_token_ms)
+    for way, unit in units.items():
+        bounds = (scenario.latency_ms, scenario.first_token_ms)
+        figures = load_metrics(stats[way], unit.seconds, *bounds)
         result |= {f"{way}/{name}": value for name, value in figures.items()}
-    result |= by_category(categories, partial(_of_category, measured))
-    if len(measured) < len(WAYS):
+    result |= by_category(categories, partial(_of_category, stats))
+    if len(units) < len(WAYS):
         return result
-    plain, fast = measured["autoregressive"], measured["speculative"]
+    pairs = zip(stats["autoregressive"], stats["speculative"], strict=True)
     times = [
-        a.stats.time_per_output_token_s / s.stats.time_per_output_token_s
-        for a, s in zip(plain[0], fast[0], strict=True)
-        if a.stats.time_per_output_token_s and s.stats.time_per_output_token_s
+        plain.time_per_output_token_s / fast.time_per_output_token_s
+        for plain, fast in pairs
+        if plain.time_per_output_token_s and fast.time_per_output_token_s
     ]
     if times:
         result["speedup"] = median(times)
-    result["speedup_duration"] = plain[1] / fast[1]
+    result["speedup_duration"] = units["autoregressive"].seconds / units["speculative"].seconds
     return result
 
 
-def _of_category(measured: Mapping[str, Measured], rows: Sequence[int]) -> Metrics:
+def _of_category(stats: Mapping[str, Sequence[Stats]], rows: Sequence[int]) -> Metrics:
     """Return the number of requests of a category, their new tokens, and their latencies in each
     way.
     """
-    stats = {way: [requests[row].stats for row in rows] for way, (requests, _) in measured.items()}
-    result: Metrics = {
-        "rows": len(rows),
-        "tokens": sum(requests.tokens for requests in [*stats.values()][-1]),
-    }
-    for way, some in stats.items():
-        result |= {f"{way}/{name}": value for name, value in latency_metrics(some).items()}
+    members = {way: [requests[row] for row in rows] for way, requests in stats.items()}
+    last_way = list(members.values())[-1]
+    result: Metrics = {"rows": len(rows), "tokens": sum(request.tokens for request in last_way)}
+    for way, requests in members.items():
+        result |= {f"{way}/{name}": value for name, value in latency_metrics(requests).items()}
     return result
 
 

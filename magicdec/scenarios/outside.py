@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple, cast
 
+from pydantic import TypeAdapter
 from rich.console import Group, RenderableType
 from rich.text import Text
 
@@ -42,6 +43,7 @@ from magicdec.scenarios.diagnosed import (
 )
 from magicdec.scenarios.outcome import Outcome
 from magicdec.scenarios.peer import load
+from magicdec.scenarios.unit_folder import UnitFolder
 from magicdec.serving.request import Params
 from magicdec.tracking.progress import Progress
 from magicdec.tracking.run_table import described_models
@@ -78,13 +80,27 @@ class MeasuredPoint(NamedTuple):
     context: int
 
 
+@dataclass(frozen=True)
+class BurstUnit:
+    """The steps of a server at one point of the grid."""
+
+    asked: MeasuredPoint
+    measured: MeasuredPoint  # a server may decide whether and how far it speculates
+    burst: Burst
+    served: str  # the model and its address
+
+
+BURST_UNIT = TypeAdapter(BurstUnit)
+
+
 def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
-    """Time every point of scenario.batch_sizes x context_lens x gammas; a point is a line of the
-    history.
+    """Time what the run lacks of scenario.batch_sizes x context_lens x gammas; a point is a line of
+    the history.
     """
     forward_file = plan.config.settings(Profile).forward
     forward_times = read_forward(Path(forward_file)) if forward_file else []
-    work = Bursts(plan, run, progress, build.tokenizer(plan))
+    folder = UnitFolder(run, BURST_UNIT)
+    work = Bursts(plan, folder, progress, build.tokenizer(plan))
     urls = getattr(plan.config.engine, "urls", {}).values()
     setup = setup_of_profile(plan, all(map(is_loopback, urls)))  # before a server is busy
     asyncio.run(work.measure_all())
@@ -124,11 +140,24 @@ class Bursts:
     """The bursts of a run so far."""
 
     plan: Plan
-    run: Run | None  # in whose folder they are kept
+    folder: UnitFolder[BurstUnit] | None  # in which they are kept
     progress: Progress
     tokenizer: object | None
-    served: str = ""
-    by_point: dict[MeasuredPoint, Burst] = field(default_factory=dict)
+    units: list[BurstUnit] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.folder is not None:
+            self.units += self.folder.units
+
+    @property
+    def by_point(self) -> dict[MeasuredPoint, Burst]:
+        """Return the bursts by what was measured."""
+        return {unit.measured: unit.burst for unit in self.units}
+
+    @property
+    def served(self) -> str:
+        """Return the last server: its model and address."""
+        return self.units[-1].served
 
     @property
     def history(self) -> list[dict[str, Any]]:
@@ -136,11 +165,11 @@ class Bursts:
         return [*lines(self.by_point)]
 
     async def measure_all(self) -> None:
-        """Measure all servers, one after another."""
+        """Measure all servers that lack a point, one after another."""
         config, scenario = self.plan.config, self.plan.config.settings(Profile)
         engine = cast(Servable, load(self.plan, gamma=max(scenario.gammas)))
-        servers = [*servers_of(engine, scenario)]
-        total = sum(len(server.batches) for server in servers) * len(scenario.context_lens)
+        servers = [server for server in servers_of(engine, scenario) if self._missing(server)]
+        total = sum(len(self._missing(server)) for server in servers)
         room = replace(config.batch, generate_len=LONGER * config.batch.generate_len)
         roomy = replace(self.plan, config=replace(config, batch=room))
         with self.progress.task("profiling", total=total) as task:
@@ -159,33 +188,49 @@ class Bursts:
                 " rounds together; ask for longer answers"
             )
 
+    def _missing(self, server: Started) -> list[MeasuredPoint]:
+        """Return the points at which a server is still to be measured."""
+        contexts = self.plan.config.settings(Profile).context_lens
+        points = [
+            MeasuredPoint(server.way, server.gamma, batch, context)
+            for batch, context in product(server.batches, contexts)
+        ]
+        asked = {unit.asked for unit in self.units}
+        return [point for point in points if point not in asked]
+
     async def _measure(
         self, endpoint: Endpoint, server: Started, engine: Servable, advance: Callable[[int], None]
     ) -> None:
-        """Measure a server at all of its points."""
-        config, scenario = self.plan.config, self.plan.config.settings(Profile)
+        """Measure a server at the points that the run lacks."""
+        config = self.plan.config
         params = Params(config.batch.generate_len, Sampling.of(config.sampling, 0))
-        longest = max(scenario.context_lens)
+        longest = max(config.settings(Profile).context_lens)
         prompts = build.prompts(self.plan, self.tokenizer, max(server.batches), longest).tokens
         speculates = await endpoint.learn(prompts[0], params)
-        way = server.way or WAYS[speculates]
-        self.served = f"{endpoint.model} at {endpoint.address.url}"
-        for batch, context in product(server.batches, scenario.context_lens):
-            rows = [row[:context] for row in prompts[:batch]]
-            if server.way == FREE and not engine.draws_acceptance:
-                rows = [(row[:PERIOD] * context)[:context] for row in rows]
+        served = f"{endpoint.model} at {endpoint.address.url}"
+        for asked in self._missing(server):
+            rows = [row[: asked.context] for row in prompts[: asked.batch]]
+            if asked.way == FREE and not engine.draws_acceptance:
+                rows = [(row[:PERIOD] * asked.context)[: asked.context] for row in rows]
             burst = await steady(endpoint, rows, params)
             if burst is None:
                 to_stderr(
-                    f"warning: {batch} requests of {context} tokens do not decode {MIN_ROUNDS}"
-                    " rounds together; left out"
+                    f"warning: {asked.batch} requests of {asked.context} tokens do not decode"
+                    f" {MIN_ROUNDS} rounds together; left out"
                 )
             else:
-                gamma = _gamma(server, burst, engine.has_any_gamma) if way != AUTOREGRESSIVE else 0
-                self.by_point[MeasuredPoint(way, gamma, batch, context)] = burst
-                if self.run is not None:
-                    self.run.write_lines("history", self.history)
+                way = asked.way or WAYS[speculates]
+                gamma = _gamma(asked, burst, engine.has_any_gamma) if way != AUTOREGRESSIVE else 0
+                measured = asked._replace(way=way, gamma=gamma)
+                self._keep(BurstUnit(asked, measured, burst, served))
             advance(1)
+
+    def _keep(self, unit: BurstUnit) -> None:
+        """Add a unit, and write it to disk."""
+        self.units.append(unit)
+        if self.folder is not None:
+            self.folder.add(unit, "point")
+            self.folder.run.write_lines("history", self.history)
 
     def _alpha(self, gamma: int) -> float:
         """Return the acceptance to give a free draft: that of the draft it is compared with."""
@@ -213,9 +258,9 @@ def servers_of(engine: Servable, scenario: Profile) -> Iterator[Started]:
             yield from (Started(way, gamma, batches) for way in others)
 
 
-def _gamma(server: Started, burst: Burst, is_chosen: bool) -> int:
+def _gamma(asked: MeasuredPoint, burst: Burst, is_chosen: bool) -> int:
     """Return the gamma of a burst, as the server counts it where nobody has chosen it."""
-    return server.gamma if is_chosen or not burst.gamma else round(burst.gamma)
+    return asked.gamma if is_chosen or not burst.gamma else round(burst.gamma)
 
 
 def lines(bursts: Mapping[MeasuredPoint, Burst]) -> Iterator[dict[str, Any]]:

@@ -34,7 +34,7 @@ def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
     tokenizer = build.tokenizer(plan)
     prompts = build.prompts(plan, tokenizer)
     gpu = Watch(plan.device)
-    units = PeerUnits.read(run, plan.config.batch.num_batches)
+    units = PeerUnits(run, plan.config.batch.num_batches)
     _decode(plan, units, prompts.tokens, progress)
     outputs = _outputs(units, prompts)
     results = _figures(plan, units, outputs) | gpu.metrics() | outputs.accuracy(tokenizer)
@@ -44,7 +44,7 @@ def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
 
 def so_far(plan: Plan, run: Run) -> Outcome:
     """Return the figures of the complete repeats of a run that has failed."""
-    units = PeerUnits.read(run, plan.config.batch.num_batches)
+    units = PeerUnits(run, plan.config.batch.num_batches)
     if not units.repeats("autoregressive"):
         return Outcome({})
     outputs = _outputs(units, build.prompts(plan, build.tokenizer(plan)))
@@ -75,7 +75,7 @@ def _decode(plan: Plan, units: PeerUnits, prompts: list[list[int]], progress: Pr
                         batches[number], config.batch.generate_len, fast, number * rows
                     )
                     unit = PeerUnit(number, way, generation, engine.version, engine.peak_bytes)
-                    units.add(unit)
+                    units.add(unit, number)
                     task.advance(1)
 
 

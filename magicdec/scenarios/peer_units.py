@@ -6,13 +6,13 @@ the first one of the other. A file in the folder of the run's units is therefore
 when its batch ends.
 """
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter
 
 from magicdec.peers.base import PeerGeneration
-from magicdec.tracking.unit_files import UNITS, next_name, read_all
+from magicdec.scenarios.unit_folder import UnitFolder
 
 if TYPE_CHECKING:  # what writes into the store is no part of measuring
     from magicdec.tracking.store import Run
@@ -34,24 +34,13 @@ class PeerUnit:
 PEER_UNIT = TypeAdapter(PeerUnit)
 
 
-@dataclass
-class PeerUnits:
-    """The units that a run's folder holds, in the order in which they were measured."""
+class PeerUnits(UnitFolder[PeerUnit]):
+    """The units of a run on another engine, by way and batch."""
 
-    run: "Run"
-    num_batches: int
-    units: list[PeerUnit] = field(default_factory=list)
-
-    @classmethod
-    def read(cls, run: "Run", num_batches: int) -> "PeerUnits":
-        """Read a run's folder."""
-        return cls(run, num_batches, read_all(run.folder / UNITS, PEER_UNIT))
-
-    def add(self, unit: PeerUnit) -> None:
-        """Write a unit to disk."""
-        name = next_name(self.run.folder / UNITS, unit.batch)
-        self.run.write(f"{UNITS}/{name}", asdict(unit))
-        self.units.append(unit)
+    def __init__(self, run: "Run", num_batches: int):
+        """Read the run's folder."""
+        super().__init__(run, PEER_UNIT)
+        self.num_batches = num_batches
 
     def missing(self, way: str, wanted: int) -> list[int]:
         """Return the batches that one way has still to decode for so many repeats, in their

@@ -3,8 +3,11 @@ prefilled.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
+
+from pydantic import TypeAdapter
 
 from magicdec.config.schema import Profile
 from magicdec.data import PromptRequest, load_prompts
@@ -21,35 +24,65 @@ from magicdec.scenarios.diagnosed import (
     with_limits,
 )
 from magicdec.scenarios.outcome import Outcome
+from magicdec.scenarios.unit_folder import UnitFolder
 from magicdec.tracking.progress import Progress
 from magicdec.tracking.store import Run
 from magicdec.units import GIB
 
+POINT = ("batch_size", "context_len", "gamma")  # of a line of the history
+
+
+@dataclass(frozen=True)
+class PointUnit:
+    """The times of one point of the grid."""
+
+    line: dict[str, int | float | None]  # of the history
+    peak_gib: float  # of memory, up to the end of this point
+
+    @property
+    def point(self) -> tuple[Any, ...]:
+        """Return the batch, the context and the gamma of the point."""
+        return tuple(self.line[name] for name in POINT)
+
+
+POINT_UNIT = TypeAdapter(PointUnit)
+
 
 def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
-    """Time every point of scenario.batch_sizes x context_lens x gammas; a point is a line of the
-    history.
+    """Time what the run lacks of scenario.batch_sizes x context_lens x gammas; a point is a line of
+    the history.
     """
     scenario = plan.config.settings(Profile)
-    peak = memory_use.Peak(plan.device)
-    engine = build.engine(plan, progress)
+    units, peak = UnitFolder(run, POINT_UNIT), memory_use.Peak(plan.device)
     points = list(product(scenario.batch_sizes, scenario.context_lens, scenario.gammas))
-    history: list[dict] = []
-    with progress.task("profiling", total=len(points)) as task:
-        for point in time_points(engine, points, scenario.profile_repeats, plan.config.data.seed):
-            history.append(point)
-            run.write_lines("history", history)
+    measured = {unit.point for unit in units.units}
+    missing = [point for point in points if point not in measured]
+    engine = build.engine(plan, progress)
+    with progress.task("profiling", total=len(missing)) as task:
+        for line in time_points(engine, missing, scenario.profile_repeats, plan.config.data.seed):
+            units.add(PointUnit(line, peak.num_bytes / GIB), "point")
+            run.write_lines("history", _history(units, points))
             task.advance(1)
-    metrics: Metrics = {"device": plan.device_name, "memory/peak_gib": peak.num_bytes / GIB}
+    history = _history(units, points)
+    peak_gib = max(unit.peak_gib for unit in units.units)
+    metrics: Metrics = {"device": plan.device_name, "memory/peak_gib": peak_gib}
     if plan.config.speculates and (setup := setup_of_profile(plan)):
         history = with_limits(history, setup, knows_draft=True)
         metrics |= diagnosis_metrics(diagnosis_of(history, setup, plan))
     return Outcome(metrics | plan.sources, history=history)
 
 
+def _history(
+    units: UnitFolder[PointUnit], points: Iterable[tuple[int, int, int]]
+) -> list[dict[str, Any]]:
+    """Return the lines of the points that are measured, in the order of the grid."""
+    lines = {unit.point: unit.line for unit in units.units}
+    return [lines[point] for point in points if point in lines]
+
+
 def time_points(
     engine: NativeEngine, points: Iterable[tuple[int, int, int]], repeats: int, seed: int = 0
-) -> Iterator[dict[str, float]]:
+) -> Iterator[dict[str, int | float | None]]:
     """Yield the times of a round's steps at each point: batch, context and gamma."""
     for batch_size, context_len, gamma in points:
         request = PromptRequest(batch_size, context_len, engine.target.config.vocab_size, seed=seed)
@@ -59,5 +92,5 @@ def time_points(
         warm_up(batch)
         times = profile_round(batch, repeats)
         batch.close()  # or the caches of two points would be held at once
-        point = {"batch_size": batch_size, "context_len": context_len, "gamma": gamma}
+        point = dict(zip(POINT, (batch_size, context_len, gamma), strict=True))
         yield point | {f"time/{name}": value for name, value in times.items()}

@@ -72,7 +72,7 @@ def _judged(config: Config, folder: Path, result: Mapping[str, Any], before: int
     if is_done and (goal is None or goal.is_met_by(result)):
         return Found(done, folder, before, suffices=True)
     is_same = software().items() <= result.items()
-    return Found(done, folder, before) if config.adds_repeats and is_same else Found({})
+    return Found(done, folder, before) if config.stores_units and is_same else Found({})
 
 
 def _repeats_before(config: Config, result: Mapping[str, Any]) -> int:

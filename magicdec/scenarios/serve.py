@@ -16,12 +16,13 @@ from magicdec.data.tokenizer import load_tokenizer
 from magicdec.engine.native import NativeEngine
 from magicdec.errors import UserError, to_stderr
 from magicdec.measure import memory_use
-from magicdec.measure.contexts import Speculated, context_acceptance
+from magicdec.measure.contexts import context_acceptance
 from magicdec.measure.intervals import acceptance_intervals
 from magicdec.measure.metrics import Metrics, Rounds, acceptance, category_acceptance
 from magicdec.planning import build, fits
 from magicdec.planning.resolve import resolve
 from magicdec.planning.resolved import Plan
+from magicdec.scenarios.level_units import LevelUnit, LevelUnits, ServedRequest
 from magicdec.scenarios.levels import (
     jobs_of,
     levels_of,
@@ -42,17 +43,20 @@ from magicdec.tracking.progress import Progress
 from magicdec.tracking.store import Run
 from magicdec.units import GIB, LOADS, WAYS
 
+PEAK = "memory/peak_gib"
+
 
 def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
-    """Measure every level; a line of the history for each, and the last one's figures as the run's
-    own.
+    """Measure every level that the run lacks; a line of the history for each, and the last one's
+    figures as the run's own.
     """
     config = plan.config
     scenario = config.settings(Serve)
     prompts = prompts_of(plan, build.tokenizer(plan))
-    peak = memory_use.Peak(plan.device)
+    units, peak = LevelUnits(run), memory_use.Peak(plan.device)
     engine = build.engine(plan, progress)
-    levels = Levels(plan, run, engine, jobs_of(plan, prompts), prompts.categories, progress, peak)
+    jobs = jobs_of(plan, prompts)
+    levels = Levels(plan, units, engine, jobs, prompts.categories, progress, peak)
     ways = WAYS if engine.draft.name != "none" else WAYS[:1]
     limits: Metrics = {}
     for level in levels_of(scenario):
@@ -72,7 +76,8 @@ def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
         results["acceptance/source"] = (
             "measured" if config.draft.synthetic_acceptance is None else "synthetic"
         )
-    results |= levels.held
+    results |= units.units[-1].facts
+    results[PEAK] = max(unit.facts[PEAK] for unit in units.units)
     # Of the last level.
     outputs = Outputs(prompts, written.get("autoregressive", []), written.get("speculative", []))
     rows = outputs.rows(config.data.save_prompts) if last else []
@@ -84,7 +89,7 @@ class Levels:
     """Levels of load on our engine, and their measurements."""
 
     plan: Plan
-    run: Run
+    units: LevelUnits
     engine: NativeEngine
     jobs: list[RequestSpec]
     categories: Sequence[str]  # of the jobs; empty: they have none
@@ -93,10 +98,29 @@ class Levels:
     history: list[dict[str, Any]] = field(default_factory=list)
     # The tokens of the last level, by way.
     written: dict[str, list[list[int]]] = field(default_factory=dict)
-    held: Metrics = field(default_factory=dict)
 
     def measure(self, level: Load, ways: Sequence[str]) -> Metrics:
-        """Measure a level and return its line of the history; {} on a rank that has followed."""
+        """Measure a level in the ways in which the run lacks it, and return its line of the
+        history; {} on a rank that has followed.
+        """
+        units = {way: unit for way in ways if (unit := self.units.take(level, way))}
+        missing = [way for way in ways if way not in units]
+        if missing:
+            measured = self._measure(level, missing)
+            if not measured:
+                return {}
+            units = {way: units.get(way) or measured[way] for way in ways}
+        self.history.append(
+            {level.kind: level.value} | _level_metrics(units, self.plan, self.categories)
+        )
+        self.units.run.write_lines("history", self.history)
+        self.written = {way: unit.tokens for way, unit in units.items()}
+        return self.history[-1]
+
+    def _measure(self, level: Load, ways: Sequence[str]) -> dict[str, LevelUnit]:
+        """Measure a level on slots of its own, and write a unit for each way; {} on a rank that has
+        followed.
+        """
         batch, kind = self.plan.config.batch, SharedSlots if self.plan.num_ranks > 1 else Slots
         # A row without a request costs its share of the matmuls: no more slots than users.
         rows = (
@@ -108,19 +132,15 @@ class Levels:
         if isinstance(slots, SharedSlots) and dist.get_rank() > 0:
             slots.follow()
             return {}
-        measured = {
-            way: _measure(slots, way, level, self.jobs, self.plan, self.progress) for way in ways
-        }
-        self.history.append(
-            {level.kind: level.value} | _level_metrics(measured, self.plan, self.categories)
-        )
-        self.run.write_lines("history", self.history)
-        self.written = {
-            way: [request.tokens for request in requests] for way, (requests, _) in measured.items()
-        }
-        self.held = _memory(slots, self.peak)
+        measured: dict[str, LevelUnit] = {}
+        for way in ways:
+            answered, seconds = _send(slots, way, level, self.jobs, self.plan, self.progress)
+            requests = [ServedRequest.of(request) for request in answered]
+            facts = _memory(slots, self.peak)
+            measured[way] = LevelUnit(level, way, seconds, requests, facts)
+            self.units.add(measured[way], "level")
         slots.close()  # or the caches of two levels would be held at once
-        return self.history[-1]
+        return measured
 
 
 def served(overrides: Sequence[str], progress: Progress) -> tuple[Plan, Slots, Any]:
@@ -150,7 +170,7 @@ def served(overrides: Sequence[str], progress: Progress) -> tuple[Plan, Slots, A
     return plan, slots, tokenizer
 
 
-def _measure(
+def _send(
     slots: Slots, way: str, level: Load, jobs: list[RequestSpec], plan: Plan, progress: Progress
 ) -> tuple[list[Request], float]:
     """Send all jobs under one level of load; return their requests and the seconds that it took."""
@@ -165,36 +185,29 @@ def _measure(
 
 
 def _level_metrics(
-    measured: Mapping[str, tuple[list[Request], float]], plan: Plan, categories: Sequence[str]
+    units: Mapping[str, LevelUnit], plan: Plan, categories: Sequence[str]
 ) -> Metrics:
     """Return the metrics of both ways and their comparison."""
-    result = speed_metrics(measured, plan.config.settings(Serve), categories)
-    if "speculative" not in measured:
+    result = speed_metrics(units, plan.config.settings(Serve), categories)
+    if "speculative" not in units:
         return result
-    fast = measured["speculative"][0]
-    each = [request.rounds for request in fast]
+    fast = units["speculative"]
+    rounds = [request.rounds for request in fast.requests]
     result |= (
-        acceptance(sum(each, Rounds()))
-        | acceptance_intervals(each)
-        | category_acceptance(categories, each)
-        | context_acceptance([_speculated(request) for request in fast])
+        acceptance(sum(rounds, Rounds()))
+        | acceptance_intervals(rounds)
+        | category_acceptance(categories, rounds)
+        | context_acceptance([request.speculated for request in fast.requests])
     )
-    if len(measured) < len(WAYS):
+    if len(units) < len(WAYS):
         return result
-    tokens = [[request.tokens for request in requests] for requests, _ in measured.values()]
-    before, after = tokens
-    return result | lossless(plan, before, after)
-
-
-def _speculated(request: Request) -> Speculated:
-    accepted = sum(taken * number for (_, taken), number in request.rounds.items())
-    return Speculated(len(request.prompt), request.rounds.total(), accepted)
+    return result | lossless(plan, units["autoregressive"].tokens, fast.tokens)
 
 
 def _memory(slots: Slots, peak: memory_use.Peak) -> Metrics:
     batches = (slots.batch, slots.single)
     return {
-        "memory/peak_gib": peak.num_bytes / GIB,
+        PEAK: peak.num_bytes / GIB,
         "memory/target_kv_gib": sum(batch.decoder.cache.num_bytes for batch in batches) / GIB,
         "memory/draft_kv_gib": sum(batch.draft.cache_bytes for batch in batches if batch.draft)
         / GIB,

@@ -4,9 +4,9 @@ engine's own.
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import fmean
 from typing import Any, cast
@@ -16,13 +16,14 @@ import torch
 from magicdec.config.schema import Serve
 from magicdec.data import Prompts
 from magicdec.errors import to_stderr
-from magicdec.measure.contexts import Speculated, context_acceptance
+from magicdec.measure.contexts import context_acceptance
 from magicdec.measure.metrics import Metrics, by_category, short_acceptance
 from magicdec.peers.answer import EndpointFailed, EndpointRequest
-from magicdec.peers.base import Counts, Servable
+from magicdec.peers.base import Address, Counts, Servable
 from magicdec.peers.endpoint import Endpoint, described
 from magicdec.planning import build
 from magicdec.planning.resolved import Plan
+from magicdec.scenarios.level_units import LevelUnit, LevelUnits, ServedRequest
 from magicdec.scenarios.levels import (
     jobs_of,
     levels_of,
@@ -39,42 +40,7 @@ from magicdec.tracking.progress import Progress
 from magicdec.tracking.store import Run
 from magicdec.units import WAYS
 
-
-@dataclass
-class Level:
-    """One level of load in one way: all requests, those that failed among them."""
-
-    requests: list[EndpointRequest]
-    seconds: float
-    before: Counts  # the server's own counters
-    after: Counts
-
-    @property
-    def answered(self) -> list[EndpointRequest]:
-        """Return the requests that were answered."""
-        return [request for request in self.requests if request.error is None]
-
-    @property
-    def speculated(self) -> list[Speculated]:
-        """Return the speculation of each request whose answer tells it."""
-        told = [(len(one.prompt), one.counts) for one in self.answered if one.counts is not None]
-        return [Speculated(length, counts.rounds, counts.num_accepted) for length, counts in told]
-
-    @property
-    def acceptance(self) -> tuple[Counts, str]:
-        """Return the counts of speculation, and what reports them: the answers, /metrics or
-        nothing.
-        """
-        counts = [request.counts for request in self.answered]
-        if counts and None not in counts:
-            return sum(cast(list[Counts], counts), Counts()), "usage"
-        if not self.after.rounds:
-            return Counts(), "unknown"
-        reported = self.after - self.before
-        if not (reported.proposed or reported.accepted):  # SGLang counts rounds alone
-            tokens = sum(request.num_tokens - 1 for request in self.answered)
-            reported = Counts(reported.rounds, unplaced=max(0, tokens - reported.rounds))
-        return reported, "/metrics"
+SERVED = "engine/served"  # the model, its address and how it is asked
 
 
 @dataclass
@@ -82,18 +48,29 @@ class Measurement:
     """Everything that a run has measured so far."""
 
     plan: Plan
-    run: Run
+    units: LevelUnits
     prompts: Prompts
     jobs: list[RequestSpec]
     progress: Progress
-    levels: dict[Load, dict[str, Level]] = field(default_factory=dict)
-    facts: Metrics = field(default_factory=dict)
+    levels: dict[Load, dict[str, LevelUnit]] = field(default_factory=dict)
+    limits: Metrics = field(default_factory=dict)  # that a search has ended with
     history: list[dict[str, Any]] = field(default_factory=list)
 
-    async def measure(self, endpoint: Endpoint, way: str, level: Load) -> Metrics:
-        """Measure a level of load after a short request; return its metrics. Raise EndpointFailed
-        if nothing was answered.
-        """
+    async def measure(self, servers: "Servers", way: str, load: Load) -> Metrics:
+        """Measure a level of load in one way, unless the run has it, and return its metrics."""
+        unit = self.units.take(load, way)
+        if unit is None:
+            unit = await self._send(await servers.endpoint(way), way, load)
+            self.units.add(unit, "level")
+        self.levels.setdefault(load, {})[way] = unit
+        self.history[:] = [
+            {level.kind: level.value} | self.metrics(ways) for level, ways in self.levels.items()
+        ]
+        self.units.run.write_lines("history", self.history)
+        return self.metrics({way: unit})
+
+    async def _send(self, endpoint: Endpoint, way: str, load: Load) -> LevelUnit:
+        """Send all requests after a short one. Raise EndpointFailed if nothing was answered."""
         # A server may reject the longer ones.
         shortest = min(self.jobs, key=lambda job: len(job.prompt))
         warm_up = warm_up_of([shortest])
@@ -102,74 +79,52 @@ class Measurement:
         if request.error is not None:
             raise endpoint.failure(request.error)
         before = await endpoint.counters()
-        with self.progress.task(f"{way}, {level}", total=len(self.jobs)) as task:
+        with self.progress.task(f"{way}, {load}", total=len(self.jobs)) as task:
             seed = self.plan.config.data.seed
-            requests, seconds = await under_load(endpoint, self.jobs, level, seed, task.advance)
-        measured = Level(
-            cast(list[EndpointRequest], requests), seconds, before, await endpoint.counters()
-        )
-        self._warn_of_retries(f"{way}, {level}", measured)
-        errors = (request.error for request in measured.requests if request.error is not None)
-        reasons = Counter(described(error, endpoint.address.time_limit_s) for error in errors)
-        for reason, number in reasons.most_common(1):
-            failed = f"{way}, {level}: {reasons.total()} of {len(requests)} requests failed"
-            if not measured.answered:
-                raise EndpointFailed(f"{endpoint.address.name}: {failed}: {reason}")
-            lengths = _lengths_in_words(measured)
-            to_stderr(f"warning: {failed}: {reason} ({number} times){lengths}")
-        self.levels.setdefault(level, {})[way] = measured
-        self.history[:] = [
-            {load.kind: load.value} | self.metrics(ways) for load, ways in self.levels.items()
+            answers, seconds = await under_load(endpoint, self.jobs, load, seed, task.advance)
+        after = await endpoint.counters()
+        requests = [
+            _kept(answer, endpoint.address) for answer in cast(list[EndpointRequest], answers)
         ]
-        self.run.write_lines("history", self.history)
-        return self.metrics({way: measured})
+        reported = after - before if after.rounds else None
+        facts = {SERVED: f"{endpoint.model} at {endpoint.address.url}, prompts as {endpoint.takes}"}
+        unit = LevelUnit(load, way, seconds, requests, facts, reported)
+        _check_answers(unit, endpoint.address)
+        return unit
 
-    def _warn_of_retries(self, where: str, level: Level) -> None:
-        """Say how many requests were sent again: the time until then is not in their latencies."""
-        if number := sum(request.num_retries > 0 for request in level.requests):
-            to_stderr(
-                f"warning: {where}: {number} of {len(level.requests)} requests were sent again;"
-                " their times begin with the last attempt"
-            )
-
-    def metrics(self, ways: dict[str, Level]) -> Metrics:
+    def metrics(self, ways: Mapping[str, LevelUnit]) -> Metrics:
         """Return the metrics of a level. Requests that failed in either way are left out of
         both.
         """
         scenario, sampling = self.plan.config.settings(Serve), self.plan.config.sampling
-        kept = [
-            all(way.requests[n].error is None for way in ways.values())
-            for n in range(len(self.jobs))
+        places = [
+            place
+            for place in range(len(self.jobs))
+            if all(unit.requests[place].error is None for unit in ways.values())
         ]
+        kept = {
+            way: replace(unit, requests=[unit.requests[place] for place in places])
+            for way, unit in ways.items()
+        }
         result: Metrics = {}
-        if any(kept):
-            pairs = {
-                name: ([r for r, keep in zip(way.requests, kept, strict=True) if keep], way.seconds)
-                for name, way in ways.items()
-            }
-            places = [place for place, keep in enumerate(kept) if keep]
+        if places:
             categories = [
                 self.prompts.categories[place] for place in places if self.prompts.categories
             ]
-            result = speed_metrics(pairs, scenario, categories)
-            if "speculative" in pairs:
-                result |= by_category(categories, partial(_acceptance, pairs["speculative"][0]))
-        for name, way in ways.items():
-            failed = [request for request in way.requests if request.error is not None]
-            result[f"{name}/failed_requests"] = len(failed)
-            if failed:
-                result[f"{name}/failed_context_len_mean"] = _mean_length(failed)
-                result[f"{name}/answered_context_len_mean"] = _mean_length(way.answered)
-            result[f"{name}/retried_requests"] = sum(one.num_retries > 0 for one in way.requests)
+            result = speed_metrics(kept, scenario, categories)
+            if "speculative" in kept:
+                result |= by_category(categories, partial(_acceptance, kept["speculative"]))
+        for way, unit in ways.items():
+            result |= {f"{way}/{name}": value for name, value in _failures(unit).items()}
         if "speculative" in ways:
-            counts, source = ways["speculative"].acceptance
+            counts, source = _reported_acceptance(ways["speculative"])
             gamma = counts.proposed // counts.rounds if counts.rounds else 0
             result |= counts.metrics(gamma) | {"acceptance/source": source}
-            result |= context_acceptance(ways["speculative"].speculated)
-        if len(ways) == len(WAYS) and sampling.greedy and any(kept):
-            plain = [request.tokens for request in pairs["autoregressive"][0]]
-            fast = [request.tokens for request in pairs["speculative"][0]]
-            result |= self._lossless(plain == fast)
+            answered = ways["speculative"].answered
+            told = [request.speculated for request in answered if request.counts is not None]
+            result |= context_acceptance(told)
+        if len(ways) == len(WAYS) and sampling.greedy and places:
+            result |= self._lossless(kept["autoregressive"].tokens == kept["speculative"].tokens)
         return result
 
     def _lossless(self, same: bool) -> Metrics:
@@ -184,18 +139,19 @@ class Measurement:
 
 
 def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
-    """Measure every level; a line of the history for each, and the last one's figures as the run's
-    own.
+    """Measure every level that the run lacks; a line of the history for each, and the last one's
+    figures as the run's own.
     """
     tokenizer = build.tokenizer(plan)
     prompts = prompts_of(plan, tokenizer)
-    work = Measurement(plan, run, prompts, jobs_of(plan, prompts), progress)
+    work = Measurement(plan, LevelUnits(run), prompts, jobs_of(plan, prompts), progress)
     asyncio.run(_measure_all(work, load(plan), tokenizer))
-    results: Metrics = {**prompts.facts, "device": plan.device_name, **plan.sources, **work.facts}
+    results: Metrics = {**prompts.facts, "device": plan.device_name, **plan.sources, **work.limits}
+    results |= work.units.units[-1].facts
     chosen = [*work.levels, *levels_of(plan.config.settings(Serve))][-1]
     last = work.levels[chosen]
     results |= work.metrics(last)
-    written = {way: [request.tokens for request in level.requests] for way, level in last.items()}
+    written = {way: unit.tokens for way, unit in last.items()}
     unknown: list[list[int]] = [[] for _ in prompts.tokens]
     outputs = Outputs(
         prompts, written.get("autoregressive", unknown), written.get("speculative", [])
@@ -204,19 +160,57 @@ def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
     for row, request in zip(rows, last[WAYS[1]].requests if WAYS[1] in last else [], strict=False):
         if request.counts is not None:
             row["acceptance_length"] = request.counts.acceptance_length
-    shown = view(plan, results, work.history, work.facts["engine/served"])
+    shown = view(plan, results, work.history, results[SERVED])
     return Outcome(results, rows, work.history, view=shown)
 
 
-def _mean_length(requests: Sequence[EndpointRequest]) -> float:
-    return fmean(len(request.prompt) for request in requests) if requests else 0.0
+def _kept(request: EndpointRequest, address: Address) -> ServedRequest:
+    """Return what is kept of a request to a server."""
+    kept = ServedRequest.of(request)
+    kept = replace(kept, counts=request.counts, num_retries=request.num_retries)
+    if request.error is None:
+        return kept
+    return replace(kept, error=described(request.error, address.time_limit_s))
 
 
-def _lengths_in_words(level: Level) -> str:
+def _check_answers(unit: LevelUnit, address: Address) -> None:
+    """Warn about requests that were sent again, whose times begin with the last attempt, and about
+    those that failed. Raise EndpointFailed if nothing was answered.
+    """
+    where, total = f"{unit.way}, {unit.load}", len(unit.requests)
+    if number := sum(request.num_retries > 0 for request in unit.requests):
+        to_stderr(
+            f"warning: {where}: {number} of {total} requests were sent again; their times begin"
+            " with the last attempt"
+        )
+    reasons = Counter(request.error for request in unit.requests if request.error is not None)
+    for reason, number in reasons.most_common(1):
+        failed = f"{where}: {reasons.total()} of {total} requests failed"
+        if not unit.answered:
+            raise EndpointFailed(f"{address.name}: {failed}: {reason}")
+        to_stderr(f"warning: {failed}: {reason} ({number} times){_lengths_in_words(unit)}")
+
+
+def _failures(unit: LevelUnit) -> Metrics:
+    """Return how many requests failed and were sent again, and the lengths of those that failed."""
+    failed = [request for request in unit.requests if request.error is not None]
+    result: Metrics = {"failed_requests": len(failed)}
+    if failed:
+        result["failed_context_len_mean"] = _mean_length(failed)
+        result["answered_context_len_mean"] = _mean_length(unit.answered)
+    result["retried_requests"] = sum(request.num_retries > 0 for request in unit.requests)
+    return result
+
+
+def _mean_length(requests: Sequence[ServedRequest]) -> float:
+    return fmean(request.stats.prompt_tokens for request in requests) if requests else 0.0
+
+
+def _lengths_in_words(unit: LevelUnit) -> str:
     """Return that the figures are of shorter prompts, where the longer ones have failed."""
-    failed = _mean_length([request for request in level.requests if request.error is not None])
-    answered = _mean_length(level.answered)
-    if not level.answered or failed <= answered:
+    failed = _mean_length([request for request in unit.requests if request.error is not None])
+    answered = _mean_length(unit.answered)
+    if not unit.answered or failed <= answered:
         return ""
     return (
         f"; they have {failed:,.0f} prompt tokens on average and those that were answered"
@@ -224,9 +218,23 @@ def _lengths_in_words(level: Level) -> str:
     )
 
 
-def _acceptance(requests: Sequence[EndpointRequest], rows: Sequence[int]) -> Metrics:
+def _reported_acceptance(unit: LevelUnit) -> tuple[Counts, str]:
+    """Return the counts of speculation, and what reports them: the answers, /metrics or nothing."""
+    counts = [request.counts for request in unit.answered]
+    if counts and None not in counts:
+        return sum(cast(list[Counts], counts), Counts()), "usage"
+    reported = unit.reported
+    if reported is None:
+        return Counts(), "unknown"
+    if not (reported.proposed or reported.accepted):  # SGLang counts rounds alone
+        tokens = sum(request.stats.tokens - 1 for request in unit.answered)
+        reported = Counts(reported.rounds, unplaced=max(0, tokens - reported.rounds))
+    return reported, "/metrics"
+
+
+def _acceptance(unit: LevelUnit, rows: Sequence[int]) -> Metrics:
     """Return the acceptance of some requests; {} if the answers do not tell it."""
-    counts = [requests[row].counts for row in rows]
+    counts = [unit.requests[row].counts for row in rows]
     return (
         {}
         if None in counts
@@ -234,28 +242,48 @@ def _acceptance(requests: Sequence[EndpointRequest], rows: Sequence[int]) -> Met
     )
 
 
-async def _measure_all(work: Measurement, servers: Servable, tokenizer: object | None) -> None:
+@dataclass
+class Servers:
+    """The servers of several ways of decoding, each started when it is first needed."""
+
+    servable: Servable
+    tokenizer: object | None
+    warm_up: RequestSpec
+    stack: AsyncExitStack  # which ends them
+    endpoints: dict[str, Endpoint] = field(default_factory=dict)
+
+    async def start(self, way: str) -> str:
+        """Start the server of a way. Return its way, which a server without a baseline shows by
+        whether it speculates.
+        """
+        address = await self.stack.enter_async_context(self.servable.serving(way))
+        endpoint = await self.stack.enter_async_context(Endpoint(address, self.tokenizer))
+        speculates = await endpoint.learn(self.warm_up.prompt, self.warm_up.params)
+        self.endpoints[way or WAYS[speculates]] = endpoint
+        return way or WAYS[speculates]
+
+    async def endpoint(self, way: str) -> Endpoint:
+        """Return the server of a way, started."""
+        if way not in self.endpoints:
+            await self.start(way)
+        return self.endpoints[way]
+
+
+async def _measure_all(work: Measurement, servable: Servable, tokenizer: object | None) -> None:
     """Measure all levels in all ways: in turns at each level, where the servers of both ways run at
     once.
     """
     scenario = work.plan.config.settings(Serve)
-    for ways in [servers.ways] if servers.in_turns else [(way,) for way in servers.ways]:
+    for group in [servable.ways] if servable.in_turns else [(way,) for way in servable.ways]:
         async with AsyncExitStack() as stack:
-            endpoints: dict[str, Endpoint] = {}
-            for way in ways:
-                address = await stack.enter_async_context(servers.serving(way))
-                endpoint = await stack.enter_async_context(Endpoint(address, tokenizer))
-                warm_up = warm_up_of(work.jobs)
-                speculates = await endpoint.learn(warm_up.prompt, warm_up.params)
-                endpoints[way or WAYS[speculates]] = endpoint
-            work.facts["engine/served"] = (
-                f"{endpoint.model} at {address.url}, prompts as {endpoint.takes}"
-            )
+            servers = Servers(servable, tokenizer, warm_up_of(work.jobs), stack)
+            # One that runs already costs nothing, and a mistake in its address shows at once.
+            ways = [await servers.start(way) for way in group] if servable.in_turns else group
             for level in levels_of(scenario):
-                for way, endpoint in endpoints.items():
-                    await work.measure(endpoint, way, level)
-            for way, endpoint in endpoints.items() if scenario.slo else ():
+                for way in ways:
+                    await work.measure(servers, way, level)
+            for way in ways if scenario.slo else ():
                 search = LoadSearch(way, scenario)
                 while search.level is not None:
-                    search.tell(await work.measure(endpoint, way, search.level))
-                work.facts |= search.metrics
+                    search.tell(await work.measure(servers, way, search.level))
+                work.limits |= search.metrics

@@ -128,12 +128,12 @@ def _arrivals(jobs: Sequence[RequestSpec], level: Load, seed: int) -> list[float
 
 
 def load_metrics(
-    requests: Sequence[Request],
+    stats: Sequence[Stats],
     seconds: float,
     latency_ms: float | None = None,
     first_token_ms: float | None = None,
 ) -> dict[str, float]:
-    """Return throughput and latencies of one level, without a prefix.
+    """Return throughput and latencies of one level from its requests' figures, without a prefix.
 
     A latency is its mean, and `<name>_p50`, `_p90`, `_p99`. `time_per_output_token_ms` is vLLM's
     TPOT and AIPerf's inter token latency; `inter_chunk_latency_ms`, over all chunks of all
@@ -141,7 +141,6 @@ def load_metrics(
     mean of 1 / TPOT. `goodput_rps`, with a bound, counts requests whose TPOT and time to first
     token keep within the bounds.
     """
-    stats = [request.stats for request in requests]
     times = [s.time_per_output_token_s for s in stats if s.time_per_output_token_s]
     metrics = {
         "tokens_per_second": sum(s.tokens for s in stats) / seconds,

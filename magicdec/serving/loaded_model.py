@@ -79,7 +79,8 @@ class Continuations(list[Continuation]):
             for r in requests
         )
         rounds = sum((request.rounds for request in requests), Rounds())
-        self.metrics: Metrics = {**load_metrics(requests, seconds), **acceptance(rounds)}
+        speed = load_metrics([request.stats for request in requests], seconds)
+        self.metrics: Metrics = {**speed, **acceptance(rounds)}
 
 
 class Model:

@@ -44,7 +44,7 @@ class StoredDecoding(TypedDict):
 
 @typed
 class StoredUnit(TypedDict):
-    """A file of the folder `units`: a batch, decoded both ways once."""
+    """A unit of our engine: a batch, decoded both ways once."""
 
     batch: Count
     prefill_s: float
@@ -93,13 +93,13 @@ def read_all(folder: Path, schema: TypeAdapter[T]) -> list[T]:
     return contents
 
 
-def next_name(folder: Path, batch: int) -> str:
-    """Return the name of a batch's next file, with a number that no file of the batch has, damaged
-    ones included.
+def next_name(folder: Path, group: int | str) -> str:
+    """Return the name of the next file of a batch, or of another group, with a number that no file
+    of the group has, damaged ones included.
     """
-    names = [path.stem for path in folder.glob(f"{batch}-*.json")]
+    names = [path.stem for path in folder.glob(f"{group}-*.json")]
     numbers = [int(name.partition("-")[2]) for name in names]
-    return f"{batch}-{1 + max(numbers, default=-1)}.json"
+    return f"{group}-{1 + max(numbers, default=-1)}.json"
 
 
 def reason(error: Exception) -> str:

@@ -5,18 +5,14 @@ import pytest
 from magicdec.measure.metrics import RowTimes
 from magicdec.peers.base import Counts, PeerGeneration
 from magicdec.peers.transformers import TransformersPeer
-from magicdec.scenarios import Job
 from magicdec.scenarios.peer_units import PeerUnit, PeerUnits
 from magicdec.tracking.store import Run
-from tests.runs import only_run, run_here
+from tests.runs import only_run
+from tests.scenarios.sessions import Killed, session
 from tests.tracking.sample import CONFIG
 
 KEYS = ("engine=transformers", "draft=ngram", "batch.size=1", "batch.num_batches=2")
 PASSES = 2 * 2 * 3  # ways, batches, repeats
-
-
-class Killed(BaseException):
-    pass
 
 
 class Engine:
@@ -53,12 +49,7 @@ def engine(monkeypatch):
 @pytest.fixture
 def measure(tmp_path):
     """Measure three repeats in a sweep of its own each time."""
-
-    def once(*keys):
-        job = Job((), tmp_path / f"sweep {len(list(tmp_path.iterdir()))}")
-        return run_here(tmp_path / "runs", *KEYS, "scenario.repeats=3", *keys, job=job).metrics
-
-    return once
+    return lambda *keys: session(tmp_path, *KEYS, "scenario.repeats=3", *keys).metrics
 
 
 @pytest.mark.parametrize("dies_at", [0, 1, 5, 6, 9, PASSES - 1])
@@ -111,8 +102,8 @@ def test_a_run_that_failed_has_the_figures_of_its_complete_repeats(engine, measu
 
 
 def test_a_unit_is_read_back_as_it_was(tmp_path):
-    stored = PeerUnits.read(Run.open(tmp_path, "abc", CONFIG), 2)
+    stored = PeerUnits(Run.open(tmp_path, "abc", CONFIG), 2)
     times = [RowTimes(0.25, 1.5, 2), RowTimes(0.5, 0.0, 0)]
     generation = PeerGeneration([[1, 2, 3], [4]], times, Counts(1, 3, (1, 1, 0), 2))
-    stored.add(PeerUnit(1, "speculative", generation, "vllm 1", 3 << 40))
-    assert PeerUnits.read(stored.run, 2).units == stored.units
+    stored.add(PeerUnit(1, "speculative", generation, "vllm 1", 3 << 40), 1)
+    assert PeerUnits(stored.run, 2).units == stored.units

@@ -18,6 +18,7 @@ from magicdec.tracking.store import Run
 from magicdec.tracking.unit_files import UNIT, read_all
 from tests.measure.test_metrics import GENERATION
 from tests.runs import only_run, run_here
+from tests.scenarios.sessions import Killed
 from tests.tracking.sample import CONFIG
 
 PRECISELY = ("resume=noisy", "scenario.precision=0.1%")
@@ -76,10 +77,6 @@ def test_a_damaged_unit_is_named_and_not_written_over(tmp_path, caplog):
     assert str(path) in caplog.text
     stored.add(unit())
     assert (path.read_text(), Stored.read(run, 1).units.num_repeats) == (torn, 1)
-
-
-class Killed(BaseException):
-    pass
 
 
 def test_a_run_that_is_killed_at_any_write_goes_on_where_it_was(tmp_path, monkeypatch):

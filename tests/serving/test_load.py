@@ -6,21 +6,21 @@ import time
 import pytest
 
 from magicdec.serving.load_generator import Load, RequestSpec, load_metrics, under_load
-from magicdec.serving.request import Params, Request
+from magicdec.serving.request import Params, Request, Stats
 
 
-def request(arrived: float, chunks: list[tuple[float, int]]) -> Request:
-    """One that got so many tokens at each of these times."""
+def stats(arrived: float, chunks: list[tuple[float, int]]) -> Stats:
+    """The figures of a request that got so many tokens at each of these times."""
     made = Request([1, 2], Params())
     made.arrived = arrived
     made.chunk_times = [at for at, _ in chunks]
     made.tokens = [0] * sum(count for _, count in chunks)
-    return made
+    return made.stats
 
 
 TWO = [
-    request(10.0, [(10.5, 1), (11.0, 3), (11.5, 1)]),  # TTFT 0.5, TPOT 0.25, latency 1.5
-    request(10.0, [(11.0, 1), (11.2, 2)]),  # TTFT 1.0, TPOT 0.1, latency 1.2
+    stats(10.0, [(10.5, 1), (11.0, 3), (11.5, 1)]),  # TTFT 0.5, TPOT 0.25, latency 1.5
+    stats(10.0, [(11.0, 1), (11.2, 2)]),  # TTFT 1.0, TPOT 0.1, latency 1.2
 ]
 
 
@@ -46,7 +46,7 @@ def test_metrics_by_hand():
 
 
 def test_a_single_token_has_a_time_to_the_first_one_alone():
-    metrics = load_metrics([request(0.0, [(0.25, 1)])], 1.0)
+    metrics = load_metrics([stats(0.0, [(0.25, 1)])], 1.0)
     assert metrics["time_to_first_token_ms_p99"] == metrics["request_latency_ms"] == 250.0
     # NaN: there is none.
     assert metrics["time_per_output_token_ms"] != metrics["time_per_output_token_ms"]
