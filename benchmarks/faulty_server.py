@@ -43,7 +43,7 @@ class Clock:
 
 @dataclass(frozen=True)
 class Faults:
-    """What is wrong with a server, each from 0."""
+    """The faults of a server, each from 0."""
 
     entry_reads: float = 0.0  # share of the KV cache that is read once more for each proposal
     draft: float = 0.0  # by how much longer draft steps take
@@ -76,7 +76,7 @@ class Simulated:
 
 
 class Slots:
-    """What the scheduler uses of magicdec.serving.slots.Slots."""
+    """The part of magicdec.serving.slots.Slots that the scheduler uses."""
 
     is_shared = False
     device = torch.device("cpu")

@@ -35,7 +35,7 @@ from magicdec.inputs.rules import JSON, SHORT, BadValue, must, parse, refusal
 
 @plain_dataclass(frozen=True)
 class Family:
-    """What transformers' code of a family does in its own way."""
+    """The peculiarities of transformers' code of a family."""
 
     # Of ModelConfig, which no key of the file names.
     switches: Mapping[str, bool] = field(default_factory=dict)

@@ -1,5 +1,5 @@
-"""What a pass through a model's layers reads, by kind: matrices of weights, and what layers keep of
-earlier tokens. Torch-free.
+"""The bytes that a pass through a model's layers reads, by kind: matrices of weights, and entries
+of earlier tokens. Torch-free.
 """
 
 from dataclasses import replace
@@ -45,7 +45,7 @@ class Matrices:
 
 @dataclass(frozen=True, config=STRICT)
 class TokenMemory:
-    """What each of `layers` equal layers keeps of a sequence, and what it costs to read.
+    """The memory that each of `layers` equal layers keeps of a sequence, and the cost of a read.
 
     Entries (keys and values, or the latents of both) grow with the sequence up to `window`; states
     have one size. Sparse attention reads `selected` entries, which it chooses by the keys of an

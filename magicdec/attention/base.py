@@ -38,7 +38,7 @@ class Shape:
 
 
 class Weighting(NamedTuple):
-    """How a layer's scores become weights, beyond the softmax.
+    """The steps from a layer's scores to its weights, beyond the softmax.
 
     A sink is a logit of a query head that takes its share of the softmax and adds nothing, as in
     gpt-oss. A soft cap c replaces a score s by c tanh(s / c), as in Gemma 2.

@@ -1,4 +1,4 @@
-"""What differs between Hydra 1.3 with OmegaConf 2.3 and Hydra 1.4 with OmegaConf 2.4.
+"""The differences between Hydra 1.3 with OmegaConf 2.3 and Hydra 1.4 with OmegaConf 2.4.
 
 Nothing else asks for a version of either.
 """

@@ -153,7 +153,7 @@ class SamplingConfig:
 
 
 class Needs:
-    """What a kind of run needs, with the needs of most as defaults."""
+    """The needs of a kind of run, with those of most as defaults."""
 
     predicts: ClassVar[bool] = False  # it loads no weights, and measures nothing
     searches: ClassVar[bool] = False  # for drafts and caches of its own

@@ -1,4 +1,4 @@
-"""What a policy and a draft must keep to, checked while a batch is decoded: `magicdec check-plugin`
+"""The contracts of policies and drafts, checked while a batch is decoded: `magicdec check-plugin`
 watches them.
 
 The round clamps and masks instead, because a check in it would take time. A slot that does not

@@ -1,4 +1,4 @@
-"""How sure a prediction is: an interval for its speedup, and the probability that it pays.
+"""The confidence of a prediction: an interval for its speedup, and the probability that it pays.
 
 Both are the errors that the cost model has made on rows to which nothing was fitted, of the same
 kind: measurements of engines by others, which were held back while the model was changed, or rows

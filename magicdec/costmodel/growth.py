@@ -1,4 +1,4 @@
-"""What a target's steps read more of as the context grows, and what they do not, in words."""
+"""Describe in words what a target's steps read more of as the context grows, and what stays."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""How many experts a pass touches.
+"""The number of experts that a pass touches.
 
 L layers, R rows, T consecutive tokens of a row, K experts that a token takes.
 """

@@ -1,5 +1,5 @@
-"""What drafts over the target's hidden states share: what they hear in the prefill, and exact
-entries of every token.
+"""The shared part of drafts over the target's hidden states: the prefill that they listen to, and
+exact entries of every token.
 
 A draft's modules read hidden states of the target and the tokens behind them, then the output of
 the last step and the token that it has proposed. With one module, entries (keys and values) follow

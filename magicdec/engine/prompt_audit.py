@@ -47,7 +47,7 @@ MAX_ERROR = {torch.float32: 0.01, torch.float16: 0.2, torch.bfloat16: 0.5}
 
 @dataclass(frozen=True)
 class PromptCheck:
-    """How far the entries of the prompts are from the target's. Those of several batches add up."""
+    """The distance of the prompts' entries from the target's. Those of several batches add up."""
 
     checked: int = 0  # tokens that were computed again in all layers
     # Tokens with an entry or a last hidden state that is wrong, or follows from wrong ones.

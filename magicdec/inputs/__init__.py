@@ -1,1 +1,1 @@
-"""What comes from outside: rules for values, hashes of files, modules of plugins."""
+"""Inputs from outside: rules for values, hashes of files, modules of plugins."""

@@ -1,4 +1,4 @@
-"""Whether a run's times can be trusted: what was measured twice, and what slowed the machine down.
+"""Signs that a run's times cannot be trusted: two measurements that differ, and a slow machine.
 
 Torch-free, because reports ask it of many runs.
 """

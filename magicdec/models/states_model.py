@@ -1,5 +1,5 @@
-"""What models over a target's hidden states share: their entries follow from hidden states that the
-target leaves behind, and what they lack is the target's own.
+"""The base of models over a target's hidden states: their entries follow from hidden states that
+the target leaves behind, and what they lack is the target's own.
 
 B rows, T tokens, E hidden size, N hidden states of the target side by side, V draft vocabulary.
 """

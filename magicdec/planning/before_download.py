@@ -1,4 +1,6 @@
-"""What a config.json will do here, before its weights are downloaded: `magicdec doctor --model`."""
+"""Predict what a config.json does here, before its weights are downloaded: `magicdec doctor
+--model`.
+"""
 
 from collections.abc import Iterable, Iterator
 

@@ -1,5 +1,5 @@
-"""Whether the work fits into the memory: weights and caches by their sizes, the rest by a rehearsal
-without storage.
+"""Check that the work fits into the memory: weights and caches by their sizes, the rest by a
+rehearsal without storage.
 """
 
 from dataclasses import replace

@@ -1,5 +1,5 @@
-"""What the formula and the cost model say of a run that has been measured, and how far off they
-are.
+"""The predictions of the formula and the cost model for a run that has been measured, and their
+errors.
 """
 
 import logging

@@ -1,4 +1,5 @@
-"""How many repeats a run takes: a number, or as many as make the interval of its speedup narrow.
+"""The number of repeats that a run takes: a given one, or as many as make the interval of its
+speedup narrow.
 
 K repeats.
 """

@@ -1,4 +1,4 @@
-"""What a sweep finds in the store of one of its runs: a result that suffices, a folder to continue
+"""Look up one of a sweep's runs in the store: it has a result that suffices, a folder to continue
 in, or nothing.
 """
 

@@ -15,7 +15,7 @@ from magicdec.units import WAYS
 
 @dataclass(frozen=True)
 class Figures:
-    """What the units of a run say. There is at least one repeat."""
+    """The figures of a run, computed from its units. There is at least one repeat."""
 
     plan: Plan
     prompts: Prompts

@@ -57,7 +57,7 @@ class Load:
 
 
 class Answering(Protocol):
-    """Whatever can be under load: our engine, or a server."""
+    """An engine that can be under load: ours, or a server."""
 
     def generate(self, prompt: list[int], params: Params) -> Any:
         """Return an asynchronous iterator, which ends with the request and has it as `request`."""

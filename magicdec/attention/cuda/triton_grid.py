@@ -1,6 +1,4 @@
-"""How the Triton kernels' work is divided among the programs of a GPU, and how the parts of a pass
-are merged.
-"""
+"""Divide the Triton kernels' work among the programs of a GPU, and merge the parts of a pass."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass

@@ -1,5 +1,5 @@
-"""What the layers of a model hold and keep, counted on its modules and on the cache that a pass
-without storage leaves behind.
+"""The weights and the memory of a model's layers, counted on its modules and on the cache that a
+pass without storage leaves behind.
 """
 
 from collections import Counter

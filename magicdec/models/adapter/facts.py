@@ -1,5 +1,5 @@
-"""What a model is, read from its modules: they run once without storage, and what reaches their
-attention and their masks is recorded.
+"""The facts of a model, read from its modules: they run once without storage, and what reaches
+their attention and their masks is recorded.
 
 B rows, T tokens, H query heads, K KV heads, D head dim.
 """
@@ -52,7 +52,7 @@ class LayerFacts:
 
 @dataclass
 class Recording:
-    """What a pass has shown. It travels to attention under the name of a real pass."""
+    """The record of a pass. It travels to attention under the name of a real pass."""
 
     longest: int
     layers: dict[int, LayerFacts] = field(default_factory=dict)

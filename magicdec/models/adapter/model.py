@@ -33,7 +33,7 @@ from magicdec.models.transformer import Transformer
 
 
 class GivenStates(nn.Module):
-    """What stands where a decoder was: it returns the hidden states that it is given, so that a
+    """A module in place of a decoder: it returns the hidden states that it is given, so that a
     causal language model makes logits of them in its own way.
     """
 
