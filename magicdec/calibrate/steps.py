@@ -41,9 +41,9 @@ GRIDS = {
 }
 
 
-def timed_row(point: Mapping[str, Any], **known: Any) -> Row:
-    """Return a point of a profile as a row to fit. A profile accepts no proposals: a round counts
-    as one token.
+def timed_row(point: Mapping[str, Any], **facts: Any) -> Row:
+    """Return a point of a profile as a row to fit, with other facts of it. A profile accepts no
+    proposals: a round counts as one token.
     """
     return Row(
         **{key: point[key] for key in ("context_len", "batch_size", "gamma")},
@@ -52,7 +52,7 @@ def timed_row(point: Mapping[str, Any], **known: Any) -> Row:
         omega=1.0,
         autoregressive_ms=point["time/target_decode_ms"],
         speculative_ms=point["time/round_ms"],
-        **known,
+        **facts,
     )
 
 
@@ -83,16 +83,16 @@ def measured(
     that a device without a datasheet reaches. Raise UserError if neither says what the machine
     could do.
     """
-    known, name = device_in(device_name), str(hardware["name"])
+    listed, name = device_in(device_name), str(hardware["name"])
     if name == "auto":
         unlisted = CPU if hardware.get("device") == "cpu" else device_name or name
-        name = known.name if known else unlisted
+        name = listed.name if listed else unlisted
     reached = (
         zip(FIGURES, (round(rates[0] / 1e9, 2), round(rates[1] / 1e12, 4)), strict=True)
         if rates
         else ()
     )
-    values: dict[str, Any] = {"name": name} | (dict(reached) if known is None else {})
+    values: dict[str, Any] = {"name": name} | (dict(reached) if listed is None else {})
     values |= {key: hardware[key] for key in KEYS if hardware.get(key) is not None}
     # Of a CPU: its fractions so far, which have no tensor cores.
     start = None if name == CPU else Efficiency()
@@ -116,8 +116,8 @@ def measure_here(overrides: Sequence[str]) -> Measured:
     models: dict[str, ModelConfig] = {}
     rates = []
     device = this_machine(overrides).device.type
-    own = any(text.startswith("target") for text in overrides)
-    for target in [[]] if own else TARGETS[device]:
+    names_target = any(text.startswith("target") for text in overrides)
+    for target in [[]] if names_target else TARGETS[device]:
         points = list(product(*GRIDS[device]))
         sizes = [
             f"batch.size={max(GRIDS[device][0])}",
@@ -172,7 +172,7 @@ def time_plan(
 
 def row_of(model: str, point: Mapping[str, Any], budget: int) -> Row:
     """Return a timed point of self-speculation over a streaming cache as a row to fit."""
-    known = {
+    facts = {
         "target": model,
         "draft": "self",
         "policy": "streaming",
@@ -180,5 +180,5 @@ def row_of(model: str, point: Mapping[str, Any], budget: int) -> Row:
         "kv_budget": budget,
     }
     return timed_row(
-        point, **known, element_bytes=point["element_bytes"], weight_bytes=point["weight_bytes"]
+        point, **facts, element_bytes=point["element_bytes"], weight_bytes=point["weight_bytes"]
     )

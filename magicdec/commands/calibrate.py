@@ -123,12 +123,11 @@ def write(path: Path, measured: Measured) -> None:
         name: [errors_of(candidate, row, measured.models.__getitem__) for row in rows]
         for name, (candidate, rows) in cases.items()
     }
-    steps = [step for step in STEPS if any(step in one for one in errors["after"])]
+    steps = [step for step in STEPS if any(step in row for row in errors["after"])]
     table = new_table("errors, median and worst", *(STEPS[step] for step in steps))
-    for name, found in errors.items():
-        table.add_row(
-            name, *(_summary([one[step] for one in found if step in one]) for step in steps)
-        )
+    for name, rows in errors.items():
+        by_step = ([row[step] for row in rows if step in row] for step in steps)
+        table.add_row(name, *map(_summary, by_step))
     console.print(table)
     origin = [f"{measured.source}: {calibration.num_rows} points. {WRITTEN_BY}"]
     try:

@@ -148,8 +148,8 @@ class Engine:
         """Return the speedup with steps as long as they should be, and the acceptance that was
         expected.
         """
-        known = self.draft_s(cell)
-        draft = (cell.draft_s or 0.0) if known is None else known
+        should = self.draft_s(cell)
+        draft = (cell.draft_s or 0.0) if should is None else should
         whole = self.expected_s(cell.verify_limit) + cell.gamma * draft
         length = cell.expected_length or cell.length
         return length * self.expected_s(cell.target_limit) / whole
@@ -192,7 +192,7 @@ def diagnose(
         raise UserError("there is nothing to diagnose: no round of speculation was timed")
     limit = thresholds or Thresholds()
     engine = fit_engine(cells)
-    losses = sorted(_losses(cells, tokens, engine), key=lambda one: -one.gain_rps)
+    losses = sorted(_losses(cells, tokens, engine), key=lambda loss: -loss.gain_rps)
     noise = limit.residuals * engine.residual
     named = tuple(
         loss.cause
@@ -230,8 +230,8 @@ def fit_engine(cells: Sequence[CellSteps]) -> Engine:
         "wait_s": none + [1.0] * len(verified),
         "reads": none + [cell.gamma * cell.entries.bytes_s for cell in verified],
     }
-    found, residual = fit_bounded(np.array([*columns.values()]).T, np.array(times), MOST)
-    overhead_s, of_bytes, of_flops, wait_s, reads = found
+    fitted, residual = fit_bounded(np.array([*columns.values()]).T, np.array(times), MOST)
+    overhead_s, of_bytes, of_flops, wait_s, reads = fitted
     return Engine(overhead_s, of_bytes, of_flops, wait_s, reads, residual)
 
 
@@ -253,22 +253,22 @@ def _losses(cells: Sequence[CellSteps], tokens: float, engine: Engine) -> list[L
         """Return the seconds that tokens which were expected would have saved."""
         if not cell.expected_length:
             return 0.0
-        like_it = [one for one in cells if (one.context, one.gamma) == (cell.context, cell.gamma)]
-        length = fmean(one.length for one in like_it)
+        group = (cell.context, cell.gamma)
+        length = fmean(like.length for like in cells if (like.context, like.gamma) == group)
         return max(0.0, 1 - length / cell.expected_length) * (cell.round_s + cell.wait_s)
 
-    found = []
     lost: dict[str, Callable[[CellSteps], float]] = {
         VERIFICATION: verification,
         DRAFTING: drafting,
         SCHEDULING: scheduling,
         ACCEPTANCE: acceptance,
     }
-    for cause in CAUSES:
+
+    def worst(cause: str) -> Loss:
         losses = [_loss(cause, cell, lost[cause](cell), tokens) for cell in cells]
-        worst = max(losses, key=lambda one: one.share)
-        found.append(worst)
-    return found
+        return max(losses, key=lambda loss: loss.share)
+
+    return [worst(cause) for cause in CAUSES]
 
 
 def _loss(cause: str, cell: CellSteps, seconds: float, tokens: float) -> Loss:
@@ -316,7 +316,7 @@ def _judged(
     paying = sum(cell.speedup > 1 for cell in cells)
     where = f"it pays in {paying} of {len(cells)} cells, {best.speedup:.2f}x at best ({best.label})"
     if named:
-        loss = next(one for one in losses if one.cause == named[0])
+        loss = next(loss for loss in losses if loss.cause == named[0])
         return loss.cause, f"{_named(loss, engine)}; {where}"
     if missing >= unknown:
         said = f"pays {missing:.0%} less than predicted, reason unknown"

@@ -173,53 +173,72 @@ def configured(
     `count` is the number of devices that share the model; the count in the name does not matter.
     Without an `efficiency` it is the device's own calibration, or that of the most similar device.
     """
-    known = _named(name)[1]
+    listed = _named(name)[1]
+    base = listed or Device(name, 0.0, 0.0, inf)
+    device = _changed(base, listed is not None, bandwidth_gbs, tflops, memory_gib)
+    measured = _calibrations().get(device.name)
+    kernels = measured.kernels if measured else KernelCosts()
+    if efficiency is not None:  # as it was measured
+        note, used = "calibrated by its configuration", stack_named(stack or OWN_STACK)
+        return Hardware(name, device, count, efficiency, used, note, kernels)
+    source = CPU if name == CPU and CPU in _calibrations() else _most_similar(device)
+    calibration = _calibrations()[source]
+    achieved, note = _lent(calibration, source, device)
+    used = stack_named(stack or calibration.stack)
+    shares = None
+    if used.layer_us is not None:
+        shares = shares_of(base.name, base.ridge / device.ridge) if listed else None
+        shares = shares or shares_of(source, DEVICES[source].ridge / device.ridge)
+        achieved = replace(achieved, layer_overhead_us=used.layer_us, round_overhead_us=0.0)
+        note += f"; matmuls and launches of {used.name}"
+    return Hardware(name, device, count, achieved, used, note, kernels, shares)
+
+
+def _changed(
+    base: Device,
+    is_listed: bool,
+    bandwidth_gbs: float | None,
+    tflops: float | None,
+    memory_gib: float | None,
+) -> Device:
+    """Return a device with these figures in place of its own. Raise UserError if one that has no
+    datasheet lacks any.
+    """
     for key, value in (("bandwidth_gbs", bandwidth_gbs), ("tflops", tflops)):
-        if known is None and value is None:
-            valid = ", ".join(
-                path.stem for path in sorted(OPTIONS.glob("*.yaml")) if _named(path.stem)[1]
-            )
+        if not is_listed and value is None:
+            names = (path.stem for path in sorted(OPTIONS.glob("*.yaml")))
+            valid = ", ".join(name for name in names if _named(name)[1])
             raise UserError(
-                f"hardware.{key}=null: predicting for hardware={name} needs it; or choose one of"
-                f" {valid}"
+                f"hardware.{key}=null: predicting for hardware={base.name} needs it; or choose one"
+                f" of {valid}"
             )
-    base = known or Device(name, 0.0, 0.0, inf)
-    device = replace(
+    return replace(
         base,
         bandwidth=base.bandwidth if bandwidth_gbs is None else bandwidth_gbs * 1e9,
         flops=base.flops if tflops is None else tflops * 1e12,
         memory=base.memory if memory_gib is None else memory_gib * GIB,
     )
-    measured = _calibrations().get(device.name)
-    kernels = measured.kernels if measured else KernelCosts()
-    if efficiency is not None:
-        note = "calibrated by its configuration"
-        own = stack_named(stack or OWN_STACK)
-        return Hardware(name, device, count, efficiency, own, note, kernels)  # as it was measured
-    source = CPU if name == CPU and CPU in _calibrations() else _most_similar(device)
-    calibrated, achieved, calibrated_stack, _ = _calibrations()[source]
-    note = f"calibrated on {calibrated}"
-    if source not in (CPU, device.name):
-        note = (
-            f"no calibration for {device.name}: its bandwidth and FLOPs, with the achieved"
-            f" fractions of {calibrated}"
+
+
+def _lent(calibration: "_Calibration", source: str, device: Device) -> tuple[Efficiency, str]:
+    """Return the achieved fractions that a calibrated device lends to another, or has itself, and
+    what they are in words.
+    """
+    achieved = calibration.efficiency
+    if source in (CPU, device.name):
+        return achieved, f"calibrated on {calibration.machine}"
+    if device.num_sms is None:  # no tensor cores, whose tiles few rows leave half empty
+        achieved = replace(achieved, matmul_half_rows=0.0)
+    link = device.link
+    if link.hop_us != DEVICES[source].link.hop_us:  # a link of another kind
+        achieved = replace(
+            achieved, allreduce_hop_us=link.hop_us, allreduce_bandwidth_fraction=link.fraction
         )
-        if device.num_sms is None:  # no tensor cores, whose tiles few rows leave half empty
-            achieved = replace(achieved, matmul_half_rows=0.0)
-        if device.link.hop_us != DEVICES[source].link.hop_us:  # a link of another kind
-            link = device.link
-            achieved = replace(
-                achieved, allreduce_hop_us=link.hop_us, allreduce_bandwidth_fraction=link.fraction
-            )
-    used = stack_named(stack or calibrated_stack)
-    shares = None
-    if used.layer_us is not None:
-        lender = DEVICES[source]
-        shares = shares_of(base.name, base.ridge / device.ridge) if known else None
-        shares = shares or shares_of(source, lender.ridge / device.ridge)
-        achieved = replace(achieved, layer_overhead_us=used.layer_us, round_overhead_us=0.0)
-        note += f"; matmuls and launches of {used.name}"
-    return Hardware(name, device, count, achieved, used, note, kernels, shares)
+    note = (
+        f"no calibration for {device.name}: its bandwidth and FLOPs, with the achieved fractions of"
+        f" {calibration.machine}"
+    )
+    return achieved, note
 
 
 def unknown(name: str, count: int) -> Hardware:
@@ -249,12 +268,14 @@ def device_in(text: str) -> Device | None:
     module. Return None for a slice of a GPU (MIG).
     """
     words = set(re.findall(r"[a-z0-9]+", text.lower()))
-    found = [device for device in DEVICES.values() if words.issuperset(device.name.lower().split())]
-    return (
-        max(found, key=lambda device: len(device.name.split()), default=None)
-        if "mig" not in words
-        else None
-    )
+    if "mig" in words:
+        return None
+    named = (device for device in DEVICES.values() if words.issuperset(_words(device)))
+    return max(named, key=lambda device: len(_words(device)), default=None)
+
+
+def _words(device: Device) -> list[str]:
+    return device.name.lower().split()
 
 
 def _most_similar(device: Device) -> str:
@@ -283,11 +304,11 @@ class _Calibration(NamedTuple):
 @cache
 def _calibrations() -> dict[str, _Calibration]:
     """Return the calibration of each device that has one."""
-    found = {}
+    calibrations = {}
     for path in sorted(CALIBRATED.glob("*.yaml")):
         content = yaml.safe_load(path.read_text())
         name = CPU if content["hardware"] == CPU else parse_name(content["hardware"])[1].name
         achieved = Efficiency(**content["efficiency"])
         kernels = KernelCosts(**content.get("kernels", {}))
-        found[name] = _Calibration(content["hardware"], achieved, content["stack"], kernels)
-    return found
+        calibrations[name] = _Calibration(content["hardware"], achieved, content["stack"], kernels)
+    return calibrations

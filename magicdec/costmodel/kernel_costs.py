@@ -39,13 +39,13 @@ class KernelCosts:
         """Return what was measured of a draft's work and what was not; None where nothing needs
         it.
         """
-        known = [kind for kind, name in work.items() if name in self.times.get(kind, {})]
-        unknown = [kind for kind in work if kind not in known]
+        measured = [kind for kind, name in work.items() if name in self.times.get(kind, {})]
+        others = [kind for kind in work if kind not in measured]
         parts = []
-        if known:
-            parts.append(f"{_listed(known, work)}: as measured on {self.measured_at}")
-        if unknown:
-            parts.append(f"{_listed(unknown, work)}: not measured on this GPU, counted by bytes")
+        if measured:
+            parts.append(f"{_listed(measured, work)}: as measured on {self.measured_at}")
+        if others:
+            parts.append(f"{_listed(others, work)}: not measured on this GPU, counted by bytes")
         return "; ".join(parts) or None
 
 

@@ -37,7 +37,7 @@ def context_acceptance(requests: Sequence[Speculated]) -> Metrics:
     for request in requests:
         if request.rounds:
             buckets.setdefault(bucket_of(request.context_len), []).append(request)
-    found: Metrics = {}
+    metrics: Metrics = {}
     lengths = []
     for bucket in sorted(buckets):
         members = buckets[bucket]
@@ -45,14 +45,14 @@ def context_acceptance(requests: Sequence[Speculated]) -> Metrics:
         tokens = [member.rounds + member.accepted for member in members]
         lengths.append(sum(tokens) / sum(rounds))
         estimate = log_ratio(tokens, rounds)
-        found |= {
+        metrics |= {
             f"context/{bucket}/requests": len(members),
             f"context/{bucket}/acceptance_rounds": sum(rounds),
             f"context/{bucket}/acceptance_length": lengths[-1],
         }
         if estimate is not None:
             ends = [exp(end) for end in estimate.ends]
-            found[f"context/{bucket}/acceptance_length_ci95"] = ends
+            metrics[f"context/{bucket}/acceptance_length_ci95"] = ends
     if len(lengths) > 1:
-        found["context/error_of_shortest"] = lengths[0] / lengths[-1] - 1
-    return found
+        metrics["context/error_of_shortest"] = lengths[0] / lengths[-1] - 1
+    return metrics

@@ -155,14 +155,14 @@ class VllmPeer(WorkerPeer, StartedServer):
         """Return environment variables: no second process and, on a CPU, the libraries to
         preload.
         """
-        found = super().environment() | {
+        variables = super().environment() | {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_LOGGING_LEVEL": "WARNING",
         }
         root = Path(self._python).parents[1]
         libraries = [str(path) for pattern in PRELOADED for path in sorted(root.glob(pattern))[:1]]
-        return found | (
+        return variables | (
             {"LD_PRELOAD": ":".join(libraries)}
             if libraries and self.spec.hardware.device == "cpu"
             else {}

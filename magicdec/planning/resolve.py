@@ -75,8 +75,8 @@ def resolve(config: Config) -> Plan:  # noqa: C901
     reasons = []
     if config.engine.name == "native":
         architectures = [model.config for model in (target, draft) if model is not None]
-        head_dims = [one.head_dim for one in architectures]
-        needs = {need for one in architectures for need in one.attention_needs}
+        head_dims = [model.head_dim for model in architectures]
+        needs = {need for model in architectures for need in model.attention_needs}
         backend, why = backends.choose(config.attention, device, dtype, head_dims, needs)
         if config.hardware.cuda_graphs and not BACKENDS[backend].facts.captured:
             how = "plans on the host, which no graph can capture; set hardware.cuda_graphs=false"

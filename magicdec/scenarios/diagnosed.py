@@ -58,9 +58,8 @@ def setup_of_profile(plan: Plan, is_here: bool = True) -> Setup | None:
         return None
     if config.engine.is_remote:
         plan = replace(plan, config=replace(plan.config, hardware=replace(h, device="cpu")))
-    known = device_in(plan.device_name)
     rates: tuple[float | None, float | None] = (None, None)
-    if not known:
+    if not device_in(plan.device_name):
         rates = (read_bandwidth(plan.device) / 1e9, matmul_rate(plan.device, plan.dtype) / 1e12)
     return setup_of(plan, *rates)
 
@@ -78,7 +77,7 @@ def cells_of(
     `length_of` gives the acceptance of a profile that accepts nothing, `expected_of` what is known
     from elsewhere. `knows_draft`: the setup's draft is the one that was timed.
     """
-    found = []
+    cells = []
     for line in lines:
         gamma, context = line.get("gamma"), line["context_len"]
         if not gamma or not {"time/target_decode_ms", "time/round_ms"} <= line.keys():
@@ -90,7 +89,7 @@ def cells_of(
         limit = limits(at, gamma)
         verify_ms = line.get("time/verify_ms")
         depth = at.draft_model.num_layers / at.target.num_layers
-        found.append(
+        cells.append(
             CellSteps(
                 line["batch_size"],
                 context,
@@ -107,7 +106,7 @@ def cells_of(
                 expected_of(context, gamma),
             )
         )
-    return found
+    return cells
 
 
 def _middle(line: Line) -> int:
@@ -117,19 +116,19 @@ def _middle(line: Line) -> int:
 
 def with_limits(lines: Iterable[Line], setup: Setup, knows_draft: bool) -> list[dict[str, Any]]:
     """Return the lines of a profile with the limit of each step, in milliseconds."""
-    found = []
+    limited = []
     for line in lines:
         at = setup.at(batch=line["batch_size"], context=_middle(line))
         limit = limits(at, line.get("gamma") or 1)
         steps = {"target_decode": limit.target, "verify": limit.verify}
         steps |= {"draft": limit.draft} if knows_draft else {}
-        known = {
-            f"limit/{name}_ms": 1e3 * one.seconds
-            for name, one in steps.items()
+        of_timed = {
+            f"limit/{name}_ms": 1e3 * step.seconds
+            for name, step in steps.items()
             if f"time/{name}_ms" in line
         }
-        found.append({**line, **known})
-    return found
+        limited.append({**line, **of_timed})
+    return limited
 
 
 def diagnosis_of(
@@ -146,24 +145,24 @@ def diagnosis_of(
     return diagnose(cells, config.batch.generate_len) if cells else None
 
 
-def diagnosis_metrics(found: Diagnosis | None) -> Metrics:
+def diagnosis_metrics(diagnosis: Diagnosis | None) -> Metrics:
     """Return a diagnosis as a run stores it."""
-    if found is None:
+    if diagnosis is None:
         return {}
     metrics: Metrics = {
-        "diagnosis/cause": found.cause,
-        "diagnosis/sentence": found.sentence,
-        "diagnosis/paying_cells": len(found.paying),
-        "diagnosis/cells": len(found.cells),
-        "diagnosis/residual": found.engine.residual,
+        "diagnosis/cause": diagnosis.cause,
+        "diagnosis/sentence": diagnosis.sentence,
+        "diagnosis/paying_cells": len(diagnosis.paying),
+        "diagnosis/cells": len(diagnosis.cells),
+        "diagnosis/residual": diagnosis.engine.residual,
     }
-    for loss in found.losses:
+    for loss in diagnosis.losses:
         metrics[f"diagnosis/{loss.cause}_share"] = loss.share
         metrics[f"diagnosis/{loss.cause}_gain_rps"] = loss.gain_rps
     return metrics
 
 
-def view(lines: Sequence[Line], found: Diagnosis | None, tokens: int) -> RenderableType:
+def view(lines: Sequence[Line], diagnosis: Diagnosis | None, tokens: int) -> RenderableType:
     """Return each step next to its limit, and the diagnosis with its figures. `tokens` are those of
     a request.
     """
@@ -183,9 +182,9 @@ def view(lines: Sequence[Line], found: Diagnosis | None, tokens: int) -> Rendera
             three_digits(line.get("time/round_ms")),
         )
     parts: list[RenderableType] = [table]
-    if found is not None:
-        parts += [Text(), _speeds(found, tokens), Text(), _losses(found)]
-        parts += [Text(), Text(f"diagnosis: {found.sentence}", style="bold")]
+    if diagnosis is not None:
+        parts += [Text(), _speeds(diagnosis, tokens), Text(), _losses(diagnosis)]
+        parts += [Text(), Text(f"diagnosis: {diagnosis.sentence}", style="bold")]
     return Group(*parts)
 
 
@@ -196,9 +195,9 @@ def _next_to_limit(line: Line, name: str) -> str:
     return f"{three_digits(time)} ({time / limit:.1f}x)" if limit else three_digits(time)
 
 
-def _speeds(found: Diagnosis, tokens: int) -> RenderableType:
+def _speeds(diagnosis: Diagnosis, tokens: int) -> RenderableType:
     table = new_table("batch", "context", "gamma", "tokens a round", "speedup", "requests/s")
-    for cell in found.cells:
+    for cell in diagnosis.cells:
         table.add_row(
             f"{cell.batch:,}",
             f"{cell.context:,}",
@@ -210,13 +209,13 @@ def _speeds(found: Diagnosis, tokens: int) -> RenderableType:
     return table
 
 
-def _losses(found: Diagnosis) -> RenderableType:
+def _losses(diagnosis: Diagnosis) -> RenderableType:
     """Return what each cause costs where it costs most; the fit leaves a residual unexplained."""
-    title = f"what is lost, at most; the fit leaves {found.engine.residual:.0%} unexplained"
+    title = f"what is lost, at most; the fit leaves {diagnosis.engine.residual:.0%} unexplained"
     table = new_table("cause", "of a round", "where", "without it", "requests/s", title=title)
-    for loss in found.losses:
+    for loss in diagnosis.losses:
         table.add_row(
-            loss.cause + ("*" if loss.cause in found.named else ""),
+            loss.cause + ("*" if loss.cause in diagnosis.named else ""),
             f"{loss.share:.0%}",
             loss.cell.label,
             f"{loss.speedup:.2f}x",

@@ -105,16 +105,16 @@ def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
     setup = setup_of_profile(plan, all(map(is_loopback, urls)))  # before a server is busy
     asyncio.run(work.measure_all())
     metrics: Metrics = {"device": plan.device_name, "engine/served": work.served, **plan.sources}
-    history, found = with_forward(work.history, forward_times), None
+    history, diagnosis = with_forward(work.history, forward_times), None
     if setup is not None:
         history = with_limits(history, setup, plan.config.speculates)
-        found = diagnosis_of(history, setup, plan, plan.config.speculates)
-    metrics |= diagnosis_metrics(found)
-    return Outcome(metrics, history=history, view=view(plan, work, history, found))
+        diagnosis = diagnosis_of(history, setup, plan, plan.config.speculates)
+    metrics |= diagnosis_metrics(diagnosis)
+    return Outcome(metrics, history=history, view=view(plan, work, history, diagnosis))
 
 
 def view(
-    plan: Plan, work: "Bursts", history: Sequence[Mapping[str, Any]], found: Diagnosis | None
+    plan: Plan, work: "Bursts", history: Sequence[Mapping[str, Any]], diagnosis: Diagnosis | None
 ) -> RenderableType:
     """Return what the terminal shows: the times of all points next to their limits, and the
     diagnosis.
@@ -126,7 +126,7 @@ def view(
         " requests"
     )
     parts: list[RenderableType] = [heading, Text(f"{work.served}; {window}"), Text()]
-    parts.append(diagnosed.view(history, found, plan.config.batch.generate_len))
+    parts.append(diagnosed.view(history, diagnosis, plan.config.batch.generate_len))
     rounds = [line for line in work.history if "time/round_ms" in line]
     if rounds and not any("time/verify_ms" in line for line in rounds):
         parts.append(
