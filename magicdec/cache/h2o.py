@@ -134,7 +134,8 @@ class H2OCache(ScoredCache):
         slot_BN = torch.cat(
             (torch.arange(F, device=count_B.device).expand(self.num_rows, -1), slot_BW), dim=1
         )
-        winner_LBKF = slot_BN[:, None].expand(*best.indices.shape[:3], -1).gather(3, best.indices)
+        slot_LBKN = slot_BN[:, None].expand(*best.indices.shape[:3], -1)
+        winner_LBKF = slot_LBKN.gather(3, best.indices)
         winner_LBKF = torch.where(lost_BW.any(1)[:, None, None], winner_LBKF, slot_BN[:, None, :F])
         self.scores_LBKC[..., :F] = self.scores_LBKC.gather(3, winner_LBKF)
         winner_LBKFD = winner_LBKF[..., None].expand(*winner_LBKF.shape, self.config.head_dim)

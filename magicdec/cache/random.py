@@ -73,7 +73,8 @@ class RandomCache(CompactCache):
         kept_BS = (slot_S < num_sink) | (slot_S >= source.seqlens_B[:, None] - self.window)
         worth_BS = number_BS.masked_fill(unseen_BS, -1.0).masked_fill(kept_BS, -2.0)
         drawn_BF = worth_BS.topk(self.num_fixed - num_sink, dim=-1).indices
-        return torch.cat((slot_S[:num_sink].expand(len(drawn_BF), -1), drawn_BF), dim=-1)[:, None]
+        sinks_BF = slot_S[:num_sink].expand(len(drawn_BF), -1)
+        return torch.cat((sinks_BF, drawn_BF), dim=-1)[:, None]
 
     def _numbers_BS(self, layer: int, slot_S: Tensor) -> Tensor:
         """Return a random number in [0, 1) for each row and position."""

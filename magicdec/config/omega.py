@@ -46,7 +46,8 @@ def alpha_of_rounds(length: float, rounds: Mapping[int, int]) -> float:
         raise UserError(f"acceptance_length={length} is not a number")
 
     def expected(alpha: float) -> float:
-        return sum(n * omega(gamma, alpha) for gamma, n in rounds.items()) / sum(rounds.values())
+        tokens = sum(number * omega(gamma, alpha) for gamma, number in rounds.items())
+        return tokens / sum(rounds.values())
 
     if length <= 1.0 or expected(1.0) == 1.0:
         return 0.0

@@ -270,8 +270,8 @@ def _interpolate(points: Sequence[tuple[int, float]], at: int, rising: bool) -> 
             return values[near]
     if index in (0, len(sizes)):
         return None
-    share = log(at / sizes[index - 1]) / log(sizes[index] / sizes[index - 1])
-    return values[index - 1] + share * (values[index] - values[index - 1])
+    (low, high), (start, end) = sizes[index - 1 : index + 1], values[index - 1 : index + 1]
+    return start + log(at / low) / log(high / low) * (end - start)
 
 
 def _monotone(points: Sequence[tuple[int, float]], rising: bool) -> tuple[list[int], list[float]]:

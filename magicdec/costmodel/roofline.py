@@ -273,7 +273,8 @@ def tile_stretch(tiles: int, num_sms: int | None, splits: bool = True) -> float:
 def arithmetic_intensity(forward: Pass, hardware: Hardware) -> float:
     """Return FLOPs per byte of a whole pass on one rank."""
     ops = operators(forward, hardware)
-    return sum(op.number * op.flops for op in ops) / sum(op.number * op.bytes for op in ops)
+    flops = sum(op.number * op.flops for op in ops)
+    return flops / sum(op.number * op.bytes for op in ops)
 
 
 def layer_weights(model: ModelConfig) -> int:

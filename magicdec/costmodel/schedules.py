@@ -229,6 +229,11 @@ def _ranges(items: Sequence[T], is_one: Callable[[Sequence[T]], bool]) -> list[l
     return ranges
 
 
+def _gammas(band: Iterable[Entry]) -> list[tuple[tuple[int, int], int]]:
+    """Return the gamma of each range of contexts."""
+    return [(entry.context, entry.gamma) for entry in band]
+
+
 def _joined(entries: Iterable[Entry]) -> Iterator[Entry]:
     """Join neighbouring ranges of batches where their gammas are the same at every context."""
     by_batch: dict[tuple[int, int], list[Entry]] = {}
@@ -236,12 +241,9 @@ def _joined(entries: Iterable[Entry]) -> Iterator[Entry]:
         by_batch.setdefault(entry.batch, []).append(entry)
     bands: list[list[Entry]] = []
     for band in by_batch.values():
-        same = bands and [(e.context, e.gamma) for e in bands[-1]] == [
-            (e.context, e.gamma) for e in band
-        ]
-        if same:
-            pairs = zip(bands[-1], band, strict=True)
-            bands[-1] = [old._replace(batch=(old.batch[0], new.batch[1])) for old, new in pairs]
+        if bands and _gammas(bands[-1]) == _gammas(band):
+            first, last = bands[-1][0].batch[0], band[0].batch[1]
+            bands[-1] = [entry._replace(batch=(first, last)) for entry in band]
         else:
             bands.append(band)
     yield from sorted(

@@ -61,8 +61,8 @@ def batch_speedup(
 
 def _finished_by(gamma: int, alpha: float, num_tokens: int) -> NDArray[np.float64]:
     """Return P(a row has its tokens after r rounds) for r = 1 .. num_tokens."""
-    # Of 1 .. gamma + 1 tokens.
-    yields = np.array([alpha**k * (1 - alpha) for k in range(gamma)] + [alpha**gamma])
+    stopped = [alpha**k * (1 - alpha) for k in range(gamma)]
+    yields = np.array([*stopped, alpha**gamma])  # of 1 .. gamma + 1 tokens
     left = np.zeros(num_tokens + 1)  # distribution of the tokens still missing
     left[num_tokens] = 1.0
     finished = np.empty(num_tokens)

@@ -174,10 +174,12 @@ def _windows(
         lengths.append(len(ids))
         if len(ids) < length:
             continue
-        starts = list(range(generator.randint(0, len(ids) % length), len(ids) - length + 1, length))
+        first = generator.randint(0, len(ids) % length)
+        starts = list(range(first, len(ids) - length + 1, length))
         generator.shuffle(starts)
         for start in starts:
-            yield [*prefix, *ids[start : start + length]], f"{name}#{number}@{start}"
+            window = ids[start : start + length]
+            yield prefix + window, f"{name}#{number}@{start}"
 
 
 def _sections(text: str, size: int) -> list[str]:

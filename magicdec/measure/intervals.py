@@ -74,7 +74,8 @@ def t_quantile(freedom: float) -> float:
     angles = np.linspace(0, pi / 2, 20_001)
     density = np.cos(angles) ** (freedom - 1)
     mass = np.cumsum(density[1:] + density[:-1])
-    return sqrt(freedom) * tan(float(np.interp(LEVEL * mass[-1], mass, angles[1:])))
+    angle = float(np.interp(LEVEL * mass[-1], mass, angles[1:]))
+    return sqrt(freedom) * tan(angle)
 
 
 def acceptance_intervals(rows: Sequence[Rounds]) -> dict[str, list[float]]:

@@ -30,7 +30,8 @@ def summarize(sweep_dir: Path, with_figures: bool) -> None:
         rows = rows_of(runs)
         console.print(terminal.runs_table(rows, None, limit=50, width=console.width))
         states = Counter(str(run.get("status")) for run in runs)
-        by_state = ", ".join(f"{number:,} {state}" for state, number in sorted(states.items()))
+        in_words = [f"{number:,} {state}" for state, number in sorted(states.items())]
+        by_state = ", ".join(in_words)
         answered = answer(rows)
         for line in answered.sentences() if answered else ():
             print(f"{'finding':18}{line}")

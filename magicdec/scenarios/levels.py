@@ -186,8 +186,8 @@ def view(
     if compared := [row for row in history if "lossless/identical" in row]:
         worst = min(compared, key=lambda row: row["lossless/identical"] is not False)
         parts.append(Text.assemble("\nlossless          ", losslessness(described, worst)))
-    keys = {way: f"{way}/slo_{scenario.slo}" for way in WAYS}
-    limits = [f"{way} {results[key]:g}" for way, key in keys.items() if key in results]
+    highest = {way: results.get(f"{way}/slo_{scenario.slo}") for way in WAYS}
+    limits = [f"{way} {load:g}" for way, load in highest.items() if load is not None]
     if limits:
         parts.append(Text(f"\nhighest {scenario.slo} within the bounds: {', '.join(limits)}"))
     return Group(*parts)

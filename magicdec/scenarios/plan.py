@@ -186,8 +186,10 @@ def _by_alpha(setup: Setup, scenario: Search, alpha: float) -> Table:
         title=f"best gamma and speedup per row, if alpha were different: {setup.draft_title}",
     )
     for batch in scenario.batch_sizes or [setup.batch]:
-        best = [predict(setup.at(batch=batch), scenario.gammas, alpha).best for alpha in alphas]
-        table.add_row(str(batch), *(f"{at.gamma}: {at.speedup:.2f}x" for at in best))
+        at_batch = setup.at(batch=batch)
+        best = [predict(at_batch, scenario.gammas, alpha).best for alpha in alphas]
+        cells = [f"{round_.gamma}: {round_.speedup:.2f}x" for round_ in best]
+        table.add_row(str(batch), *cells)
     return table
 
 

@@ -299,7 +299,8 @@ def _regret(shares: Sequence[ShareOfBest], of_batch: Sequence[ShareOfBest]) -> s
     words = []
     for name, some in (("batch alone", of_batch), ("batch and context", shares)):
         lost = [1 - share.of_best for share in some]
-        words.append(f"by {name} {max(lost):.1%} at worst and {fmean(lost):.1%} on average")
+        worst, mean = max(lost), fmean(lost)
+        words.append(f"by {name} {worst:.1%} at worst and {mean:.1%} on average")
     return f"regret against the best gamma of each cell: {'; '.join(words)}"
 
 
