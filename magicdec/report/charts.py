@@ -26,6 +26,29 @@ Spec = dict[str, Any]
 Chart = Any  # Altair's
 
 
+def _points() -> Chart:
+    """Return a chart of the rows that `filled` adds, without marks."""
+    return alt.Chart(alt.NamedData(name="points"))
+
+
+def _positive_points() -> Chart:
+    """Return a chart of the rows that logarithmic axes can show."""
+    return _points().transform_filter("datum.x > 0 && datum.y > 0")
+
+
+def _log_axes(scale: alt.Scale, axis: alt.Axis) -> tuple[alt.X, alt.Y]:
+    """Return an x and a y axis that are alike but for their titles."""
+    return (
+        alt.X("x:Q", title="$x", scale=scale, axis=axis),
+        alt.Y("y:Q", title="$y", scale=scale, axis=axis),
+    )
+
+
+def _tips(*names: str) -> list[alt.Tooltip]:
+    """Return what a pointer over a mark shows."""
+    return [alt.Tooltip(name) for name in names]
+
+
 def _beside(base: Chart, is_log: bool) -> Chart:
     """Move the points of several series with the same x apart, so that their intervals do not hide
     each other.
@@ -40,6 +63,35 @@ def _beside(base: Chart, is_log: bool) -> Chart:
     return ranked.transform_calculate(at=f"datum.x + (datum.most - datum.least) * {share}")
 
 
+def _across(base: Chart, x: str) -> tuple[Chart, dict[str, Any]]:
+    """Return a chart and the place of its points on an x axis of one of KINDS."""
+    if x == "word":
+        axis = alt.Axis(labelOverlap=True, labelAngle=0)
+        offset = alt.XOffset("series:N", sort=None)
+        return base, {"x": alt.X("x", type="ordinal", title="$x", axis=axis), "xOffset": offset}
+    if x == "log":
+        scale = alt.Scale(type="log", base=2, nice=False, padding=14)
+    else:
+        scale = alt.Scale(zero=False, padding=14)
+    axis = alt.Axis(values=["$values"], labelOverlap=True, labelExpr="format(datum.value, ',')")
+    at = alt.X("at", type="quantitative", title="$x", axis=axis, scale=scale)
+    return _beside(base, x == "log"), {"x": at}
+
+
+def _colour_of_line(series: str) -> alt.Color:
+    """Return the colour of a series, which a number or a word names."""
+    is_number = series == "number"
+    kind: Any = "ordinal" if is_number else "nominal"
+    return alt.Color(
+        "series",
+        type=kind,
+        title="$series",
+        scale=alt.Scale(scheme="viridis") if is_number else alt.Scale(range=COLOURS),
+        sort=None,
+        legend=alt.Legend(symbolType="stroke"),
+    )
+
+
 def line(x: str = "number", series: str = "word") -> Chart:
     """Describe y over x, a colour per series and a shape per kind.
 
@@ -47,47 +99,16 @@ def line(x: str = "number", series: str = "word") -> Chart:
     single row has an interval, from `low` to `high`; `!` marks noise.
     """
     keys: Any = ["x", "series", "kind"]
-    base: Chart = alt.Chart(alt.NamedData(name="points")).transform_aggregate(
+    rows = _points().transform_aggregate(
         y="median(y)", low="min(low)", high="max(high)", noisy="max(noisy)", rule="max(rule)", runs="count()",  # noqa: E501
         groupby=keys,
     )  # fmt: skip
-    hues = alt.Scale(scheme="viridis") if series == "number" else alt.Scale(range=COLOURS)
-    kind: Any = "ordinal" if series == "number" else "nominal"
-    colour = alt.Color(
-        "series",
-        type=kind,
-        title="$series",
-        scale=hues,
-        sort=None,
-        legend=alt.Legend(symbolType="stroke"),
-    )
+    base, at = _across(rows, x)
+    colour, up = _colour_of_line(series), alt.Y("y:Q", title="$y", scale=alt.Scale(zero=False))
     # A legend of kinds only where there are several: the placeholder becomes an empty list.
-    shape = alt.Shape(
-        "kind:N",
-        title=None,
-        sort=None,
-        scale=alt.Scale(range=SHAPES),
-        legend=alt.Legend(values=["$kinds"]),
-    )
-    dash = alt.StrokeDash("kind:N", title=None, sort=None, legend=None)
-    if x == "word":
-        axis = alt.Axis(labelOverlap=True, labelAngle=0)
-        at: dict[str, Any] = {"x": alt.X("x", type="ordinal", title="$x", axis=axis)}
-        at["xOffset"] = alt.XOffset("series:N", sort=None)
-    else:
-        base, is_log = _beside(base, x == "log"), x == "log"
-        scale = (
-            alt.Scale(type="log", base=2, nice=False, padding=14)
-            if is_log
-            else alt.Scale(zero=False, padding=14)
-        )
-        axis = alt.Axis(values=["$values"], labelOverlap=True, labelExpr="format(datum.value, ',')")
-        at = {"x": alt.X("at", type="quantitative", title="$x", axis=axis, scale=scale)}
-    up = alt.Y("y:Q", title="$y", scale=alt.Scale(zero=False))
-    tips = [
-        alt.Tooltip(name)
-        for name in ("series:N", "kind:N", "x:N", "y:Q", "low:Q", "high:Q", "runs:Q")
-    ]
+    legend = alt.Legend(values=["$kinds"])
+    shape = alt.Shape("kind:N", title=None, sort=None, scale=alt.Scale(range=SHAPES), legend=legend)
+    tips = _tips("series:N", "kind:N", "x:N", "y:Q", "low:Q", "high:Q", "runs:Q")
     rule = base.transform_filter("isValid(datum.rule)").transform_aggregate(rule="max(rule)")
     parts = [
         rule.mark_rule(**BREAK_EVEN).encode(y="rule:Q"),
@@ -100,9 +121,9 @@ def line(x: str = "number", series: str = "word") -> Chart:
         .mark_text(text="!", dx=9, dy=-7, fontWeight="bold", color=NOISY, size=13).encode(**at, y=up),  # noqa: E501
     ]  # fmt: skip
     if x != "word":
-        parts.insert(
-            1, base.mark_line(strokeWidth=1.6).encode(**at, y=up, color=colour, strokeDash=dash)
-        )
+        dash = alt.StrokeDash("kind:N", title=None, sort=None, legend=None)
+        joined = base.mark_line(strokeWidth=1.6).encode(**at, y=up, color=colour, strokeDash=dash)
+        parts.insert(1, joined)
     return alt.layer(*parts)
 
 
@@ -110,7 +131,7 @@ def heat(ratio: bool) -> Chart:
     """Describe a statistic of y for each x and series, as a table of colours. A ratio is good above
     1, bad below.
     """
-    base: Chart = alt.Chart(alt.NamedData(name="points")).transform_aggregate(
+    base = _points().transform_aggregate(
         y="median(y)", noisy="max(noisy)", runs="count()", groupby=["x", "series"]
     )
     hues = alt.SchemeParams(
@@ -118,82 +139,66 @@ def heat(ratio: bool) -> Chart:
     )
     # Light: text is legible on it.
     scale = alt.Scale(scheme=hues, domainMid=1) if ratio else alt.Scale(scheme=hues)
-    tips = [alt.Tooltip(name) for name in ("x:N", "series:N", "y:Q", "runs:Q")]
     axis = alt.Axis(labelAngle=0, labelOverlap=True, labelSeparation=4)
     across = alt.X("x:O", title="$x", axis=axis)
     up = alt.Y("series:O", title="$series", sort="descending")
-    cells = base.mark_rect(cornerRadius=2).encode(
-        x=across, y=up, color=alt.Color("y:Q", title="$y", scale=scale), tooltip=tips
+    colour, tips = (
+        alt.Color("y:Q", title="$y", scale=scale),
+        _tips("x:N", "series:N", "y:Q", "runs:Q"),
     )
+    cells = base.mark_rect(cornerRadius=2).encode(x=across, y=up, color=colour, tooltip=tips)
     words = base.transform_calculate(text="format(datum.y, '.3~r') + (datum.noisy ? ' !' : '')")
-    return alt.layer(
-        cells,
-        words.mark_text(color="#16181d", stroke="white", strokeWidth=0.15).encode(
-            x=across, y=up, text="text:N"
-        ),
-    )
+    marks = words.mark_text(color="#16181d", stroke="white", strokeWidth=0.15)
+    return alt.layer(cells, marks.encode(x=across, y=up, text="text:N"))
 
 
 def trade() -> Chart:
     """Describe throughput over latency, with the Pareto front of each kind: speculative and
     autoregressive.
     """
-    base: Chart = alt.Chart(alt.NamedData(name="points")).transform_filter(
-        "datum.x > 0 && datum.y > 0"
-    )
+    base = _positive_points()
     log = alt.Scale(type="log", nice=False, padding=12)
-    ticks = alt.Axis(tickCount=5, format="~s")
-    x, y = (
-        alt.X("x:Q", title="$x", scale=log, axis=ticks),
-        alt.Y("y:Q", title="$y", scale=log, axis=ticks),
-    )
+    x, y = _log_axes(log, alt.Axis(tickCount=5, format="~s"))
     colour = alt.Color("series:N", title="$series", scale=alt.Scale(range=COLOURS))
+    fill = alt.Fill("series:N", title="$series", scale=alt.Scale(range=COLOURS))
+    shape = alt.Shape("kind:N", title=None, sort=None, scale=alt.Scale(range=SHAPES))
     order: Any = [alt.SortField("x", "ascending"), alt.SortField("y", "descending")]
     front = base.transform_window(best="max(y)", sort=order, groupby=["kind"], frame=[None, 0])
     kept = front.transform_filter("datum.y >= datum.best")
-    tips = [alt.Tooltip(name) for name in ("id:N", "series:N", "x:Q", "y:Q")]
+    dash = alt.StrokeDash("kind:N", sort=None, legend=None)
+    tips = _tips("id:N", "series:N", "x:Q", "y:Q")
     return alt.layer(
-        kept.mark_line(strokeWidth=1.4, color=GREY).encode(
-            x=x, y=y, strokeDash=alt.StrokeDash("kind:N", sort=None, legend=None)),
+        kept.mark_line(strokeWidth=1.4, color=GREY).encode(x=x, y=y, strokeDash=dash),
         base.mark_point(size=45, fillOpacity=0.3).encode(
-            x=x, y=y, color=colour, fill=alt.Fill("series:N", title="$series", scale=alt.Scale(range=COLOURS)),  # noqa: E501
-            shape=alt.Shape("kind:N", title=None, sort=None, scale=alt.Scale(range=SHAPES)), tooltip=tips),  # noqa: E501
-    )  # fmt: skip
+            x=x, y=y, color=colour, fill=fill, shape=shape, tooltip=tips
+        ),
+    )
 
 
 def agreement() -> Chart:
     """Describe predictions over measurements: exact on the dashed line, 10% off at the edges of the
     band.
     """
-    base: Chart = alt.Chart(alt.NamedData(name="points")).transform_filter(
-        "datum.x > 0 && datum.y > 0"
-    )
+    base = _positive_points()
     scale = alt.Scale(type="log", nice=False, padding=10)
-    axis = alt.Axis(tickCount=5, format="~r")
-    x, y = (
-        alt.X("x:Q", title="$x", scale=scale, axis=axis),
-        alt.Y("y:Q", title="$y", scale=scale, axis=axis),
-    )
-    colour = alt.Color(
-        "series:N",
-        title=None,
-        scale=alt.Scale(range=COLOURS),
-        legend=alt.Legend(columns=1, labelLimit=400),
-    )
-    exact = base.transform_calculate(low="0.9 * datum.x", high="1.1 * datum.x")
+    x, y = _log_axes(scale, alt.Axis(tickCount=5, format="~r"))
+    legend = alt.Legend(columns=1, labelLimit=400)
+    colour = alt.Color("series:N", title=None, scale=alt.Scale(range=COLOURS), legend=legend)
+    band = base.transform_calculate(low="0.9 * datum.x", high="1.1 * datum.x")
     named = (
         base.transform_calculate(error="abs(datum.y / datum.x - 1)")
         .transform_joinaggregate(off="median(error)", groupby=["series"])
         .transform_calculate(series="datum.series + ': median error ' + format(datum.off, '.1%')")
     )
-    tips = [alt.Tooltip(name) for name in ("id:N", "x:Q", "y:Q")]
+    intervals = named.transform_filter("datum.high > datum.low")
+    low, exact = alt.Y("low:Q", title="$y"), alt.Y("x:Q", title="$y", scale=scale)
+    tips = _tips("id:N", "x:Q", "y:Q")
     return alt.layer(
-        exact.mark_area(opacity=0.12, color=GREY).encode(x=x, y=alt.Y("low:Q", title="$y"), y2="high:Q"),  # noqa: E501
-        base.mark_line(strokeDash=[5, 4], color=GREY).encode(x=x, y=alt.Y("x:Q", title="$y", scale=scale)),  # noqa: E501
-        named.transform_filter("datum.high > datum.low").mark_rule(opacity=0.4).encode(
-            x="low:Q", x2="high:Q", y=y, color=colour),
+        band.mark_area(opacity=0.12, color=GREY).encode(x=x, y=low, y2="high:Q"),
+        base.mark_line(strokeDash=[5, 4], color=GREY).encode(x=x, y=exact),
+        intervals.mark_rule(opacity=0.4).encode(x="low:Q", x2="high:Q", y=y, color=colour),
         named.mark_point(size=45, opacity=0.8).encode(x=x, y=y, color=colour, tooltip=tips),
-    )  # fmt: skip
+    )
 
 
 def parts(unit: str) -> Chart:
@@ -201,26 +206,21 @@ def parts(unit: str) -> Chart:
     of its tokens.
     """
     whole = "1" if unit == UNITS[0] else "datum.tokens"
-    base: Chart = alt.Chart(alt.NamedData(name="points")).transform_fold(
-        [*PARTS], as_=["series", "time"]
-    )
+    base = _points().transform_fold([*PARTS], as_=["series", "time"])
     base = base.transform_calculate(y=f"datum.time / {whole}", tokens=f"datum.tokens / {whole}")
-    x, inner = (
-        alt.X("x:O", title="$x", axis=alt.Axis(labelAngle=0, labelOverlap=True)),
-        alt.XOffset("kind:N"),
-    )
+    x = alt.X("x:O", title="$x", axis=alt.Axis(labelAngle=0, labelOverlap=True))
+    inner, up = alt.XOffset("kind:N"), alt.Y("y:Q", title=unit)
     bars = base.transform_aggregate(y="mean(y)", groupby=["x", "kind", "series"])
     faint = alt.Opacity(
         "kind:O", title=None, scale=alt.Scale(domain=["measured", "predicted"], range=[1, 0.5])
     )
     colour = alt.Color("series:N", title=None, scale=alt.Scale(range=COLOURS), sort=[*PARTS])
-    tips = [alt.Tooltip(name) for name in ("x:N", "kind:N", "series:N", "y:Q")]
+    tips = _tips("x:N", "kind:N", "series:N", "y:Q")
     tokens = base.transform_aggregate(tokens="mean(tokens)", groupby=["x", "kind"])
     return alt.layer(
-        bars.mark_bar().encode(
-            x=x, xOffset=inner, y=alt.Y("y:Q", title=unit), color=colour, opacity=faint, tooltip=tips),  # noqa: E501
+        bars.mark_bar().encode(x=x, xOffset=inner, y=up, color=colour, opacity=faint, tooltip=tips),
         tokens.mark_tick(thickness=3, color=NOISY).encode(x=x, xOffset=inner, y="tokens:Q"),
-    )  # fmt: skip
+    )
 
 
 DESCRIPTIONS: dict[str, Callable[[], Chart]] = {
