@@ -10,7 +10,8 @@ from typing import Any
 from magicdec.errors import UserError, exit_code, printable
 from magicdec.tracking.lock import NAME, locked
 from magicdec.tracking.reader import folder_of_lock, iter_runs
-from magicdec.tracking.store import counted, explained, shown
+from magicdec.tracking.store import counted, shown
+from magicdec.tracking.whole_files import explained
 
 KINDS = ("invalid", "storage", "non_finite", "out_of_memory", "crashed", "interrupted", "stopped")
 

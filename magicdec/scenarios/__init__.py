@@ -30,9 +30,11 @@ from magicdec.tracking.lock import Busy, locked
 from magicdec.tracking.progress import Follow, Progress, progress
 from magicdec.tracking.reader import attempts, iter_runs, read_result
 from magicdec.tracking.run_id import run_id
-from magicdec.tracking.store import Run, explained, software
+from magicdec.tracking.software import software
+from magicdec.tracking.store import Run
 from magicdec.tracking.sweep import Job
 from magicdec.tracking.trackers import Live, chosen, is_logged, log_run
+from magicdec.tracking.whole_files import explained
 from magicdec.units import GIB, in_minutes
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from magicdec.config.schema import Compare, Config
 from magicdec.scenarios.repeats import Goal
 from magicdec.tracking import sweep
 from magicdec.tracking.reader import attempts, read_result, run_of
-from magicdec.tracking.store import software
+from magicdec.tracking.software import software
 from magicdec.tracking.sweep import Job
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from magicdec.costmodel.targets import option
-from magicdec.tracking.store import plain
+from magicdec.tracking.whole_files import plain
 
 # Groups and keys that do not change what a run does.
 NOT_IN_ID = frozenset({"wandb", "tracker", "hydra", "runs_dir", "resume", "sweep", "plugins"})

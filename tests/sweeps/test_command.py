@@ -164,7 +164,7 @@ def test_a_sweep_skips_what_the_same_code_has_done(here, starts, tmp_path, monke
     assert here(*sweep).code == 0
     assert ": done already, skipped (resume=false" in here(*sweep).err
     assert " done " in here(*sweep, "sweep.dry_run=true").out
-    monkeypatch.setattr("magicdec.tracking.store.PACKAGE_HASH", "edited")
+    monkeypatch.setattr("magicdec.tracking.software.PACKAGE_HASH", "edited")
     assert ": done already with other source, skipped" in here(*sweep, "resume=any_version").err
     assert " other version " in here(*sweep, "sweep.dry_run=true").out
     assert len(list(starts.iterdir())) == 1

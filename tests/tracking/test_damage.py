@@ -170,7 +170,7 @@ def test_damaged_runs_are_a_line_each_and_the_rest_is_shown(store, run, monkeypa
     assert {"a0", "a1"} <= set(data_of((store / "page.html").read_text())["columns"]["id"])
     assert {"a0", "a1"} <= set(magicdec.runs(store)["id"])
     assert {"a0", "a1"} <= set(magicdec.histories(store)["id"])
-    monkeypatch.setattr(store_module, "_commit", dict)  # asking git takes most of the time
+    monkeypatch.setattr(store_module, "commit", dict)  # asking git takes most of the time
     monkeypatch.setattr(wandb, "_send", lambda run: wandb.Logged(run.name))
     sent = run(sync.main, store, "--mode", "offline")
     assert "a0" in sent

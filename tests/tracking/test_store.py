@@ -1,28 +1,25 @@
 """The run store: names, attempts, the log, and readers that meet what they should not."""
 
-import importlib
 import json
 import logging
 import os
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
 import yaml
 
 from magicdec.commands import report, show
-from magicdec.config import registry
 from magicdec.errors import UserError
 from magicdec.measure.trust import noise, slowness
 from magicdec.report.rows import read_rows
 from magicdec.tracking import store
 from magicdec.tracking.columns import flatten
 from magicdec.tracking.lock import locked
-from magicdec.tracking.reader import attempts, find_done, iter_runs, latest, load_run
+from magicdec.tracking.reader import attempts, iter_runs, latest, load_run
 from magicdec.tracking.run_files import ROW, read_lines
 from magicdec.tracking.run_id import run_id
-from magicdec.tracking.store import Run, software, source
+from magicdec.tracking.store import Run
 from tests.tracking.sample import (
     CONFIG,
     GENERATIONS,
@@ -195,69 +192,6 @@ def test_the_latest_attempt_is_the_last_that_is_done():
     c = [run("c", "failed", kind="invalid"), run("c-2", "failed", kind="invalid")]
     d = [run("d", "failed", kind="crashed"), run("d-2", "failed", kind="invalid")]
     assert sorted(run["id"] for run in latest(a + b + c + d)) == ["a-2", "b-10", "d"]
-
-
-def test_a_done_attempt_is_found_by_its_software(tmp_path):
-    run = finished_run(tmp_path)
-    Run.open(tmp_path, "abc", CONFIG).fail("a bug", "crashed")
-    assert find_done(tmp_path, "abc", software())["id"] == "abc"
-    for key in ("source", "python", "torch", "openmp"):
-        (run.folder / "result.json").write_text(json.dumps(run.result | {key: "other"}))
-        assert find_done(tmp_path, "abc", software()) == {}
-    assert find_done(tmp_path, "abc", {})["id"] == "abc"
-    finished_run(tmp_path)
-    assert find_done(tmp_path, "abc", software())["id"] == "abc-3"
-    assert find_done(tmp_path, "other", {}) == {}
-
-
-def test_a_plugin_is_part_of_the_code(tmp_path, monkeypatch):
-    """A module, or a package with all its modules, outside this one that makes an entry in a
-    registry.
-    """
-    monkeypatch.setattr(registry, "PLUGINS", {})
-    monkeypatch.setattr(store, "PLUGINS", registry.PLUGINS)
-    monkeypatch.setattr(registry.CORPORA, "_entries", dict(registry.CORPORA._entries))
-    monkeypatch.syspath_prepend(tmp_path)
-    code = (
-        "from magicdec.config.choices import Corpus\nfrom magicdec.config.registry import CORPORA\n"
-        "@CORPORA.register(Corpus('mine'))\ndef load(request): ...\n"
-    )
-    package = tmp_path / "a_package_of_mine"
-    package.mkdir()
-    hashes, bare = [source()], tmp_path / "without_init"  # a namespace package
-    bare.mkdir()
-    (bare / "one.py").write_text(code)
-    for file in (tmp_path / "a_plugin_of_mine.py", package / "__init__.py"):
-        file.write_text(code)
-        importlib.import_module(file.stem if file.parent == tmp_path else package.name)
-        hashes.append(source())
-        file.write_text(f"{file.read_text()}# edited\n")
-        hashes.append(source())
-    (package / "helper.py").write_text("")
-    hashes.append(source())
-    importlib.import_module("without_init.one")
-    hashes.append(source())
-    assert len(set(hashes)) == 7
-
-
-def test_the_commit_is_that_of_the_package_and_dirty_with_a_new_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(store, "CHECKOUT", tmp_path)
-    assert store._commit() == {"commit": None, "commit_dirty": None}
-    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(tmp_path)]
-    (tmp_path / "magicdec").mkdir()
-    (tmp_path / "magicdec" / "old.py").touch()
-    for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "one"]):
-        subprocess.run(git + command, check=True)
-    head = subprocess.run(
-        [*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True
-    ).stdout.strip()
-    (tmp_path / "notes.txt").touch()
-    assert store._commit() == {"commit": head, "commit_dirty": False}
-    for name in ("new.py", "old.py"):
-        (tmp_path / "magicdec" / name).write_text("edited")
-        assert store._commit() == {"commit": head, "commit_dirty": True}
-        subprocess.run([*git, "stash", "-q", "-u"], check=True)
-    assert store._commit() == {"commit": head, "commit_dirty": False}
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def test_killed_at_any_moment(tmp_path):
         import sys
         from magicdec.tracking import store
         from tests.tracking.sample import CONFIG
-        store._commit = dict  # asking git takes most of the time
+        store.commit = dict  # asking git takes most of the time
         for number in range(10**6):
             run = store.Run.open(sys.argv[1], "abc", CONFIG | {"number": number})
             run.finish({"number": number}, [{"row": i, "number": number} for i in range(500)], [{"round": 0}])
