@@ -4,9 +4,7 @@ trackers.
 
 import logging
 import math
-import signal
 import sys
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from importlib import import_module
@@ -18,24 +16,25 @@ from rich.text import Text
 from magicdec.config.checks import refuse_unread, warnings
 from magicdec.config.load import to_dict
 from magicdec.config.schema import Config
-from magicdec.errors import Stopped, UserError, in_one_line, is_out_of_memory, to_stderr
+from magicdec.errors import UserError, in_one_line, to_stderr
 from magicdec.measure.system import driver_version, sampled
 from magicdec.measure.trust import BASELINE, noise, slowness
 from magicdec.planning.shared import SHARED
+from magicdec.scenarios.endings import reason_of, stoppable
 from magicdec.scenarios.outcome import Outcome
-from magicdec.scenarios.resume import Found, look_up, of_store
+from magicdec.scenarios.resume import Found, look_up
 from magicdec.tracking import run_table, sweep
 from magicdec.tracking.console import Console
 from magicdec.tracking.lock import Busy, locked
 from magicdec.tracking.progress import Follow, Progress, progress
-from magicdec.tracking.reader import attempts, iter_runs, read_result
+from magicdec.tracking.reader import attempts, read_result
 from magicdec.tracking.run_id import run_id
 from magicdec.tracking.software import software
 from magicdec.tracking.store import Run
 from magicdec.tracking.sweep import Job
 from magicdec.tracking.trackers import Live, chosen, is_logged, log_run
 from magicdec.tracking.whole_files import explained
-from magicdec.units import GIB, in_minutes
+from magicdec.units import GIB
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +67,9 @@ def run(config: Config, job: Job) -> dict[str, Any]:
     settings = _settings(plan.config, job)
     name = run_id(settings, plan.fingerprints, plan.device_name)
     if config.sweep.dry_run:
-        _list(plan, name, job)
+        from magicdec.scenarios import dry_run  # a prediction needs no durations
+
+        dry_run.show(plan, name, job)
         return {}
     _warn([*ineffective, *warnings(plan.config), *plan.warnings(), *_losses(plan)])
     with _alone(config.runs_dir, name, job):
@@ -78,7 +79,7 @@ def run(config: Config, job: Job) -> dict[str, Any]:
         this = _opened(config.runs_dir, name, settings, job, stored)
         _record(config, this.id, job, stored.before)
         live = Live(this.folder, settings, this.result)
-        with this.log_to_file(), _failures(scenario, plan, this, settings, live), _stoppable():
+        with this.log_to_file(), _failures(scenario, plan, this, settings, live), stoppable():
             outcome = _measured(plan, this, job, live)
             this.finish(
                 outcome.metrics,
@@ -266,7 +267,7 @@ def _failures(
         yield
     except BaseException as error:
         SHARED.clear()
-        reason, kind = _reason(error, plan.config)
+        reason, kind = reason_of(error, plan.config)
         kept = _so_far(scenario, plan, this)
         this.fail(reason, kind, kept.history, kept.metrics, kept.generations)
         was_done = this.result["status"] == "done"  # and has been logged
@@ -290,46 +291,6 @@ def _so_far(scenario: Scenario, plan: "Plan", this: Run) -> Outcome:
         return Outcome({})
 
 
-def _list(plan: "Plan", name: str, job: Job) -> None:
-    """Print a line about a run: its id, its state in the store, its memory and time, and its
-    overrides.
-    """
-    from magicdec.planning import duration, fits  # here, because a prediction does not need them
-
-    earlier = attempts(plan.config.runs_dir, name)
-    stored = next(iter_runs(plan.config.runs_dir, [path.name for path in earlier[-1:]]), {})
-    state = stored.get("kind") or stored.get("status") or "new"
-    if is_done := of_store(plan.config, name).suffices:
-        state = "done"
-    elif state == "done":
-        state = "other version"
-    seconds = 0.0 if is_done else duration.seconds(plan, map(read_result, earlier))
-    sweep.planned.append(seconds)
-    typed = " ".join(text for text in job.overrides if not text.startswith("sweep."))
-    print(
-        f"{name}  {state:13}  {fits.num_bytes(plan) / GIB:8.2f} GiB  {in_minutes(seconds):>7} "
-        f" {typed}",
-        flush=True,
-    )
-
-
-@contextmanager
-def _stoppable() -> Iterator[None]:
-    """Raise Stopped within at SIGTERM, which would end the process at once."""
-    if threading.current_thread() is not threading.main_thread():  # which alone gets signals
-        yield
-        return
-
-    def stop(*_: Any) -> None:
-        raise Stopped("stopped by SIGTERM")
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 def imports(name: str, config: Mapping[str, Any] | None = None) -> list[str]:
     """Return the modules that a run of this scenario imports, for a process that imports them once
     for many runs.
@@ -351,18 +312,3 @@ def _scenario(config: Config) -> Scenario:
     if config.engine.name != "native":
         name = {"serve": "serve_endpoint", "profile": "outside"}.get(name, "peer")
     return cast(Scenario, import_module(f"magicdec.scenarios.{name}"))
-
-
-def _reason(error: BaseException, config: Config) -> tuple[str, str]:
-    """Return why a run failed, in words and as a kind (Run.fail)."""
-    if isinstance(error, UserError):
-        return str(error), error.kind
-    if is_out_of_memory(error):
-        size = f"batch.size={config.batch.size} at batch.context_len={config.batch.context_len}"
-        reason = f"{size}: out of memory ({in_one_line(error)})"
-        return f"{reason}; choose less of either, or of batch.prefill_chunk", "out_of_memory"
-    if isinstance(error, Stopped):
-        return str(error), "stopped"
-    if isinstance(error, KeyboardInterrupt):
-        return "interrupted", "interrupted"
-    return in_one_line(error), "crashed"
