@@ -25,9 +25,9 @@ from magicdec.scenarios import Job
 from magicdec.scenarios import run as run_scenario
 from magicdec.scenarios.predict import predicted
 from magicdec.tracking.console import Console
+from magicdec.tracking.descriptions import described_models
 from magicdec.tracking.progress import progress as progress_bars
 from magicdec.tracking.run_files import ROW, read_lines
-from magicdec.tracking.run_table import described_models
 
 if TYPE_CHECKING:
     from pandas import DataFrame

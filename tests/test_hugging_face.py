@@ -10,7 +10,8 @@ import torch
 from transformers import AutoConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from magicdec.architectures.hugging_face import from_hugging_face, unread_keys, unread_processors
+from magicdec.architectures.generation_config import unread_processors
+from magicdec.architectures.hugging_face import from_hugging_face, unread_keys
 from magicdec.architectures.model_config import RopeScaling
 from magicdec.errors import UserError
 from magicdec.models.rope import rope_frequencies

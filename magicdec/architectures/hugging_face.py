@@ -12,8 +12,8 @@ from typing import Annotated, Any
 from pydantic import ValidationError
 from pydantic.dataclasses import dataclass
 
+from magicdec.architectures.generation_config import GenerationConfig, eos_ids
 from magicdec.architectures.model_config import (
-    LONGEST,
     ROPE_KINDS,
     Epsilon,
     Factor,
@@ -24,11 +24,11 @@ from magicdec.architectures.model_config import (
     ModelConfig,
     RopeScaling,
     Theta,
-    TokenId,
     Tokens,
     Vocabulary,
     Width,
 )
+from magicdec.architectures.quantized_checkpoints import refusal_of_quantized
 from magicdec.errors import Unsupported, UserError
 from magicdec.inputs.rules import JSON, SHORT, BadValue, must, parse, refusal
 
@@ -65,17 +65,6 @@ SUPPORTED = {
     "partial_rotary_factor": 1.0,
     "per_layer_config": {},
 }
-QUANTIZED = ("quantization_config", "compression_config")
-# What to do with a quantized checkpoint, by its quant_method.
-USUAL_REMEDY = "take the unquantized one that it was made of (base_model on its page)"
-REMEDIES = {
-    "fp8": "take the one in bfloat16: the same name without -FP8, or base_model on its page",
-    "mxfp4": (
-        "write a copy in bfloat16 once, four times as large, where the memory suffices:"
-        " AutoModelForCausalLM.from_pretrained(NAME, dtype='bfloat16', quantization_config="
-        "Mxfp4Config(dequantize=True)).save_pretrained(FOLDER), or take somebody else's copy"
-    ),
-}
 # Keys that change no token: of training, of how a file was written, and special tokens that nothing
 # here adds.
 NEUTRAL = """architectures transformers_version dtype torch_dtype _name_or_path name_or_path _commit_hash
@@ -98,37 +87,6 @@ ROPE_KEYS = {kind: ("factor", *needed) for kind, needed in ROPE_KINDS.items()} |
 ROPE_KEYS["yarn"] += YARN_SWITCHES
 DEFAULT_THETA = 10000.0
 FULL, SLIDING = "full_attention", "sliding_attention"  # of layer_types
-
-
-EosIds = Annotated[
-    TokenId | list[TokenId] | None,
-    must(f"must be a whole number, 0 to {LONGEST:,}, or a list of them"),
-]
-
-
-@dataclass(frozen=True, config=JSON)
-class GenerationConfig:
-    """The keys of a `generation_config.json` that are read."""
-
-    eos_token_id: EosIds = None
-
-
-# Keys of a `generation_config.json` with which transformers' `generate` writes other tokens, greedy
-# ones too, and the value that has no effect. Its temperature, top_k and top_p are those of the
-# group `sampling` here.
-PROCESSORS = {
-    "repetition_penalty": 1.0,
-    "no_repeat_ngram_size": 0,
-    "min_length": 0,
-    "min_new_tokens": 0,
-    "num_beams": 1,
-    "bad_words_ids": [],
-    "suppress_tokens": [],
-    "begin_suppress_tokens": [],
-    "forced_bos_token_id": None,
-    "forced_eos_token_id": None,
-    "sequence_bias": {},
-}
 
 
 @dataclass(frozen=True, config=JSON)
@@ -236,25 +194,6 @@ def unread_keys(plain: Mapping[str, Any], expected: Collection[str] = ()) -> dic
     return unread
 
 
-def unread_processors(plain: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of a `generation_config.json` that would change the tokens, and that are not
-    read.
-    """
-    return {
-        key: plain[key]
-        for key, neutral in PROCESSORS.items()
-        if plain.get(key) is not None and plain[key] != neutral
-    }
-
-
-def eos_ids(config: GenerationConfig) -> tuple[int, ...]:
-    """Return a checkpoint's end-of-sequence tokens as a tuple, empty if it names none."""
-    value = config.eos_token_id
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else tuple(value)
-
-
 def _family(plain: Mapping[str, Any]) -> Family:
     """Return the family that a file names; raise UserError for any other than those that are
     supported.
@@ -278,16 +217,6 @@ def _check_values(plain: Mapping[str, Any], family: Family) -> None:
         value = plain.get(key)
         if key not in family.ignored and value is not None and value != supported:
             raise Unsupported(f"{key}={SHORT.repr(value)} is not supported; supported: {supported}")
-
-
-def refusal_of_quantized(plain: Mapping[str, Any]) -> str:
-    """Return why a quantized checkpoint cannot run, with what to do for its kind; "" for others."""
-    for key in QUANTIZED:
-        if settings := plain.get(key):
-            method = settings.get("quant_method") if isinstance(settings, Mapping) else None
-            remedy = REMEDIES.get(str(method), USUAL_REMEDY)
-            return f"quantized checkpoints ({method or key}) are not supported; {remedy}"
-    return ""
 
 
 def _rope_keys(plain: Mapping[str, Any]) -> tuple[str, str]:

@@ -16,6 +16,7 @@ from magicdec.errors import UserError, exit_code, printable
 from magicdec.report.terminal import console
 from magicdec.tracking.cells import new_table
 from magicdec.tracking.console import Console
+from magicdec.tracking.descriptions import described_models
 from magicdec.tracking.reader import find_run
 from magicdec.tracking.run_files import (
     GENERATION,
@@ -25,7 +26,6 @@ from magicdec.tracking.run_files import (
     Sample,
     read_lines,
 )
-from magicdec.tracking.run_table import described_models
 from magicdec.tracking.store import counted
 from magicdec.tracking.unit_files import by_round
 

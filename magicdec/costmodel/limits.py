@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from magicdec.costmodel.diagnosis import Limit
 from magicdec.costmodel.roofline import Pass, operators
 from magicdec.costmodel.round import Setup
+from magicdec.costmodel.step_fit import Limit
 
 
 class Limits(NamedTuple):

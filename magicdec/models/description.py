@@ -10,15 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from magicdec.architectures.block_config import KEY
-from magicdec.architectures.hugging_face import (
+from magicdec.architectures.generation_config import (
     GenerationConfig,
     eos_ids,
-    from_hugging_face,
-    refusal_of_quantized,
-    unread_keys,
     unread_processors,
 )
+from magicdec.architectures.hugging_face import from_hugging_face, unread_keys
 from magicdec.architectures.model_config import ModelConfig
+from magicdec.architectures.quantized_checkpoints import refusal_of_quantized
 from magicdec.errors import Unsupported, UserError
 from magicdec.inputs.rules import parse
 from magicdec.models.checkpoint import CONFIG, OBJECT, PICKLES, files_of

@@ -10,11 +10,12 @@ from rich.text import Text
 from magicdec.config.omega import omega
 from magicdec.config.registry import DRAFTS
 from magicdec.config.schema import Profile
-from magicdec.costmodel.diagnosis import CellSteps, Diagnosis, diagnose
+from magicdec.costmodel.diagnosis import Diagnosis, diagnose
 from magicdec.costmodel.hardware import CPU, configured, device_in
 from magicdec.costmodel.limits import limits
 from magicdec.costmodel.roofline import BF16
 from magicdec.costmodel.round import Setup
+from magicdec.costmodel.step_fit import CellSteps
 from magicdec.measure.ceilings import matmul_rate, read_bandwidth
 from magicdec.measure.metrics import Metrics
 from magicdec.planning.resolved import Plan

@@ -26,14 +26,13 @@ from magicdec.scenarios.level_units import LevelUnit
 from magicdec.serving.load_generator import Load, RequestSpec, latency_metrics, load_metrics
 from magicdec.serving.request import Params, Stats
 from magicdec.tracking.cells import new_table, three_digits
-from magicdec.tracking.run_table import (
-    categories,
+from magicdec.tracking.descriptions import (
     described_context,
     described_data,
     described_models,
     described_place,
-    losslessness,
 )
+from magicdec.tracking.run_table import categories, losslessness
 from magicdec.units import WAYS
 from magicdec.verification.sampling import Sampling
 

@@ -45,8 +45,8 @@ from magicdec.scenarios.outcome import Outcome
 from magicdec.scenarios.peer import load
 from magicdec.scenarios.unit_folder import UnitFolder
 from magicdec.serving.request import Params
+from magicdec.tracking.descriptions import described_models
 from magicdec.tracking.progress import Progress
-from magicdec.tracking.run_table import described_models
 from magicdec.tracking.store import Run
 from magicdec.units import FREE, WAYS
 from magicdec.verification.sampling import Sampling

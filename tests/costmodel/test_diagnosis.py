@@ -15,10 +15,9 @@ from magicdec.costmodel.diagnosis import (
     SCHEDULING,
     UNKNOWN,
     VERIFICATION,
-    CellSteps,
-    Limit,
     diagnose,
 )
+from magicdec.costmodel.step_fit import CellSteps, Limit
 from magicdec.errors import UserError
 
 OVERHEAD, SLOW, TOKENS = 1e-3, 1.4, 100

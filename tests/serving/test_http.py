@@ -22,7 +22,8 @@ from magicdec.commands import serve
 from magicdec.data.tokenizer import Detokenizer
 from magicdec.errors import UserError
 from magicdec.http import app as http
-from magicdec.http.completion import NEUTRAL, Chat, Completion
+from magicdec.http.completion import NEUTRAL, Chat, Completion, StoppableText
+from magicdec.http.http_answer import HttpAnswer
 from magicdec.serving.engine import AsyncEngine, Stream
 from magicdec.serving.request import Params
 from magicdec.serving.scheduler import Scheduler
@@ -443,8 +444,8 @@ async def test_waiting_for_an_answer_does_not_poll():
 
     received, stream = [], Stream([1], Params(), asyncio.get_running_loop())
     request = Request({"type": "http", "method": "POST", "headers": []}, receive)
-    answer = http.HttpAnswer(
-        Completion(model="tiny", prompt="a"), stream, {}, http.StoppableText(None), Mock()
+    answer = HttpAnswer(
+        Completion(model="tiny", prompt="a"), stream, {}, StoppableText(None), Mock()
     )
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(answer.whole(request), 0.3)

@@ -16,7 +16,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from magicdec.architectures.hugging_face import GenerationConfig, eos_ids
+from magicdec.architectures.generation_config import GenerationConfig, eos_ids
 from magicdec.architectures.layer_facts import Matrices, TokenMemory
 from magicdec.architectures.modules_config import SINKS, SOFTCAP, ModulesConfig, MtpFacts
 from magicdec.errors import UserError, in_one_line
