@@ -70,7 +70,7 @@ class Sizes:
         ("tests/serving/test_lossless.py", "streaming"),
         ("tests/attention/test_flashinfer.py", ""),
         ("tests/measure/test_gpu.py", ""),
-        ("tests/test_doctor.py", ""),
+        ("tests/commands/test_doctor.py", ""),
     )
 
 

@@ -13,8 +13,8 @@ from magicdec.config.explain import explain
 from magicdec.config.load import compose, override
 from magicdec.errors import UserError
 from magicdec.tracking.sweep import INTERRUPTED
+from tests.inputs.test_plugins import written
 from tests.programs import ROOT
-from tests.test_plugins import written
 
 
 @pytest.fixture

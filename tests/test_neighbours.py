@@ -10,8 +10,8 @@ import venv
 import pytest
 
 from magicdec.config.hydra_versions import IS_1_3
+from tests.inputs.test_plugins import written
 from tests.programs import ROOT
-from tests.test_plugins import written
 from tests.test_wheel import build
 
 # The smallest app there is, and one with a configuration of its own whose words are ours, too.

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from magicdec import threads
-from tests.test_plugins import written
+from tests.inputs.test_plugins import written
 
 
 @pytest.fixture

@@ -1,8 +1,8 @@
 """The policy that docs/adding-a-policy.md takes as its example works as it stands there."""
 
 from magicdec.config.registry import POLICIES
+from tests.inputs.test_plugins import EXAMPLES
 from tests.small import drafting, small_model
-from tests.test_plugins import EXAMPLES
 
 
 def test_the_example_policy_is_lossless(monkeypatch):

@@ -18,9 +18,9 @@ from magicdec.config.registry import DRAFTS, GROUPS, POLICIES
 from magicdec.config.schema import CONF, Config
 from magicdec.costmodel import targets
 from magicdec.errors import UserError
+from tests.inputs.test_plugins import written
 from tests.programs import ROOT
 from tests.runs import one_line
-from tests.test_plugins import written
 
 OPTIONS = {
     folder.name: sorted(path.stem for path in folder.glob("*.yaml"))

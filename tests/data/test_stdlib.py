@@ -1,7 +1,7 @@
 import sys
 
 from magicdec.data import stdlib
-from tests.test_plugins import written
+from tests.inputs.test_plugins import written
 
 
 def test_the_splits_are_disjoint_and_the_held_out_one_is_complete_and_large_enough():

@@ -10,8 +10,8 @@ from magicdec.peers import process
 from magicdec.peers.base import PeerSpec
 from magicdec.peers.process import WorkerPeer
 from magicdec.verification.sampling import Sampling
+from tests.scenarios.test_run import TINY
 from tests.small import machine
-from tests.test_run import TINY
 
 
 def is_alive(pid: int) -> bool:

@@ -25,8 +25,8 @@ from tests.peers.stand_in import __file__ as stand_in
 from tests.peers.test_openai import LOAD
 from tests.programs import Program
 from tests.refusals import refusal
+from tests.scenarios.test_run import TINY
 from tests.small import machine
-from tests.test_run import TINY
 from tests.tracking.sample import lines
 
 STARTED = [

@@ -20,8 +20,8 @@ from magicdec.peers.transformers import TokenBursts, TransformersEngine, Transfo
 from magicdec.scenarios import Job, run
 from magicdec.verification.sampling import Sampling
 from tests.checkpoints import load_model, make_checkpoint
+from tests.scenarios.test_run import SMALL
 from tests.small import machine, open_batch, random_prompts
-from tests.test_run import SMALL
 from tests.tracking.sample import lines
 
 NEW, GAMMA, VOCAB = 24, 3, 96

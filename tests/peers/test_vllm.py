@@ -25,8 +25,8 @@ from magicdec.verification.sampling import Sampling
 from tests.peers.conftest import is_alive, needs
 from tests.programs import ROOT, Program
 from tests.refusals import refusal
+from tests.scenarios.test_run import TINY
 from tests.small import machine
-from tests.test_run import TINY
 
 # Writes down what it was asked, and says its process in its version.
 GOOD = """

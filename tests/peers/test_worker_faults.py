@@ -17,8 +17,8 @@ from magicdec.peers.vllm import VllmPeer
 from magicdec.scenarios import Job, run
 from tests.peers.conftest import is_alive
 from tests.refusals import refusal
+from tests.scenarios.test_run import SMALL, TINY
 from tests.serving.test_http import ANYTHING
-from tests.test_run import SMALL, TINY
 
 READY = (
     'import json, os, sys, time; input(); print(json.dumps({"version": "1"}), flush=True);'

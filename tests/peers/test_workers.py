@@ -29,8 +29,8 @@ from magicdec.scenarios import Job, run
 from magicdec.verification.sampling import Sampling
 from tests.peers.conftest import needs
 from tests.refusals import refusal
+from tests.scenarios.test_run import SMALL, TINY
 from tests.small import machine
-from tests.test_run import SMALL, TINY
 
 KINDS = (LlamacppPeer, OpenvinoPeer)
 # Answers as llama.cpp's worker does, and says what it was asked on stderr.

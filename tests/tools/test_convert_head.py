@@ -12,7 +12,7 @@ from magicdec.models.checkpoint import load
 from magicdec.models.description import read_config
 from tools.convert_head import convert
 
-HEAD = Path(__file__).parent / "models/heads/llama-eagle"
+HEAD = Path(__file__).parents[1] / "models/heads/llama-eagle"
 
 
 def test_a_converted_head_is_read(tmp_path):

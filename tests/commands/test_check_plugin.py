@@ -11,7 +11,7 @@ from magicdec.commands import check_plugin
 from magicdec.config import registry
 from magicdec.conformance import examine as conformance
 from magicdec.conformance.contracts import drawn_otherwise
-from tests.test_plugins import EXAMPLES, OPTIONS, written
+from tests.inputs.test_plugins import EXAMPLES, OPTIONS, written
 
 POLICY, DRAFT = EXAMPLES
 ONE_MORE = "compact = True\n\n    def extra_bytes(self, *_):\n        return 4.0"

@@ -10,10 +10,10 @@ from magicdec.config.options import values_of
 from magicdec.costmodel.targets import architecture
 from magicdec.errors import UserError
 from magicdec.planning.identity import identify
-from tests.test_hugging_face import LLAMA
-from tests.test_plugins import written
+from tests.architectures.test_hugging_face import LLAMA
+from tests.inputs.test_plugins import written
 
-TARGETS = Path(__file__).parents[1] / "conf" / "target"
+TARGETS = Path(__file__).parents[2] / "conf" / "target"
 
 # Parameters in billions, as the models' own pages state them.
 PUBLISHED = {
