@@ -69,21 +69,7 @@ def draw_chart(
         scale = _scale(log or diagonal, nice=False, padding=12)
         across = alt.X(f"{x}:Q", title=title, scale=scale, axis=alt.Axis(**ticks))
     base = alt.Chart().encode(y=up, color=colour)
-    if kind == "bar":
-        parts = [base.mark_bar().encode(x=across, xOffset=alt.XOffset(f"{series}:N", sort=None))]
-    elif kind == "points":
-        parts = [base.mark_point(filled=True, size=30, opacity=1).encode(x=across)]
-    else:
-        placed = base.transform_filter(f"datum['{x}'] != 0")
-        parts = [
-            base.transform_filter(f"datum['{x}'] == 0").mark_rule(strokeDash=[4, 3]),
-            placed.mark_line(strokeWidth=1.5).encode(x=across),
-            placed.mark_point(filled=True, size=30, opacity=1).encode(x=across),
-        ]
-        bar = placed.mark_rule(strokeWidth=0.7)
-        parts += [
-            bar.encode(x=across, y=f"{low}:Q", y2=f"{high}:Q") for low, high in (interval,) if low
-        ]
+    parts = _marks(base, kind, x, across, series, interval)
     if level is not None:
         parts.append(
             alt.Chart().mark_rule(color="grey", strokeWidth=0.8).encode(y=alt.datum(level))
@@ -103,6 +89,29 @@ def draw_chart(
         )
         chart = chart.resolve_scale(y="independent") if own_scales else chart
     file.write_bytes(picture(chart.to_dict(), "png", scale=1.2))
+
+
+def _marks(
+    base: Any, kind: str, x: str, across: Any, series: str, interval: tuple[str, str]
+) -> list[Any]:
+    """Return the layers of a kind of chart: bars, points, or lines with their points and
+    intervals.
+    """
+    if kind == "bar":
+        return [base.mark_bar().encode(x=across, xOffset=alt.XOffset(f"{series}:N", sort=None))]
+    if kind == "points":
+        return [base.mark_point(filled=True, size=30, opacity=1).encode(x=across)]
+    placed = base.transform_filter(f"datum['{x}'] != 0")
+    parts = [
+        base.transform_filter(f"datum['{x}'] == 0").mark_rule(strokeDash=[4, 3]),
+        placed.mark_line(strokeWidth=1.5).encode(x=across),
+        placed.mark_point(filled=True, size=30, opacity=1).encode(x=across),
+    ]
+    low, high = interval
+    if low:
+        bars = placed.mark_rule(strokeWidth=0.7)
+        parts.append(bars.encode(x=across, y=f"{low}:Q", y2=f"{high}:Q"))
+    return parts
 
 
 def _scale(is_log: bool, zero: bool = False, **options: Any) -> alt.Scale:

@@ -95,62 +95,26 @@ def _library() -> Any:
 def _views(entity: str) -> dict[str, list[Any]]:
     """Return the panels by the question that they answer."""
     v2 = _library()
-
-    def scatter(title: str, x: Any, y: str, z: Any = None, **options: Any) -> Any:
-        return v2.ScatterPlot(title=title, x=x, y=v2.SummaryMetric(y), z=z, **options)
-
     batch, context = v2.Config("batch.size"), v2.Config("batch.context_len")
-    budget = v2.Config("cache.budget")
-    speed, latency = "tokens_per_second", "time_per_output_token_ms"
-    columns = [v2.Config("cache.policy"), budget, v2.Config("draft.gamma")]
-    columns += [v2.SummaryMetric(key) for key in ("acceptance_rate", "speedup")]
-    ends = [f"speedup{INTERVAL}{end}" for end in ENDS]
-    bar = {"orientation": "v", "groupby_aggfunc": "median", "groupby_rangefunc": "minmax"}
+    predicted = v2.SummaryMetric("predicted/speedup")
     return {
-        "Which policy, budget and gamma?": [
-            v2.ParallelCoordinatesPlot(
-                title="policy, budget, gamma, acceptance, speedup",
-                columns=[v2.ParallelCoordinatesPlotColumn(column) for column in columns],
-            ),
-            v2.BarPlot(
-                title="speedup between the ends of its 95% interval",
-                metrics=[ends[0], "speedup", ends[1]],
-                orientation="v",
-                groupby_aggfunc="median",
-                groupby_rangefunc="none",
-            ),
-            v2.RunComparer(diff_only="split"),
-        ],
+        "Which policy, budget and gamma?": _choices(),
         "Does speculation pay, for which batch and context?": [
-            scatter("speedup against batch, by context", batch, "speedup", context, log_x=True),
-            scatter("speedup against context, by batch", context, "speedup", batch, log_x=True),
+            _scatter("speedup against batch, by context", batch, "speedup", context, log_x=True),
+            _scatter("speedup against context, by batch", context, "speedup", batch, log_x=True),
         ],
         "How much throughput at which latency?": [
-            scatter(
+            _scatter(
                 f"{way}: tokens/s against time per token",
-                v2.SummaryMetric(f"{way}/{latency}"),
-                f"{way}/{speed}",
+                v2.SummaryMetric(f"{way}/time_per_output_token_ms"),
+                f"{way}/tokens_per_second",
                 batch,
             )
             for way in WAYS
         ],
-        "What is accepted, by policy and budget?": [
-            scatter("acceptance against budget", budget, "acceptance_rate", log_x=True),
-            v2.BarPlot(
-                title="acceptance by policy",
-                metrics=["acceptance_rate"],
-                groupby=v2.Config("cache.policy"),
-                **bar,
-            ),
-            v2.LinePlot(title="accepted in each round", x="round", y=["accepted"]),
-        ],
+        "What is accepted, by policy and budget?": _acceptance(),
         "Is the cost model right?": [
-            scatter(
-                "speedup measured against predicted",
-                v2.SummaryMetric("predicted/speedup"),
-                "speedup",
-                batch,
-            ),
+            _scatter("speedup measured against predicted", predicted, "speedup", batch)
         ],
         "Where does the time go?": [
             v2.CustomChart(
@@ -161,6 +125,51 @@ def _views(entity: str) -> dict[str, list[Any]]:
             v2.BarPlot(title="T_T, T_D and T_V, ms", metrics=list(STEPS.values()), orientation="v"),
         ],
     }
+
+
+def _scatter(title: str, x: Any, y: str, z: Any = None, **options: Any) -> Any:
+    v2 = _library()
+    return v2.ScatterPlot(title=title, x=x, y=v2.SummaryMetric(y), z=z, **options)
+
+
+def _choices() -> list[Any]:
+    """Return the panels on policy, budget and gamma."""
+    v2 = _library()
+    columns = [v2.Config(key) for key in ("cache.policy", "cache.budget", "draft.gamma")]
+    columns += [v2.SummaryMetric(key) for key in ("acceptance_rate", "speedup")]
+    low, high = [f"speedup{INTERVAL}{end}" for end in ENDS]
+    return [
+        v2.ParallelCoordinatesPlot(
+            title="policy, budget, gamma, acceptance, speedup",
+            columns=[v2.ParallelCoordinatesPlotColumn(column) for column in columns],
+        ),
+        v2.BarPlot(
+            title="speedup between the ends of its 95% interval",
+            metrics=[low, "speedup", high],
+            orientation="v",
+            groupby_aggfunc="median",
+            groupby_rangefunc="none",
+        ),
+        v2.RunComparer(diff_only="split"),
+    ]
+
+
+def _acceptance() -> list[Any]:
+    """Return the panels on what is accepted."""
+    v2 = _library()
+    budget = v2.Config("cache.budget")
+    return [
+        _scatter("acceptance against budget", budget, "acceptance_rate", log_x=True),
+        v2.BarPlot(
+            title="acceptance by policy",
+            metrics=["acceptance_rate"],
+            groupby=v2.Config("cache.policy"),
+            orientation="v",
+            groupby_aggfunc="median",
+            groupby_rangefunc="minmax",
+        ),
+        v2.LinePlot(title="accepted in each round", x="round", y=["accepted"]),
+    ]
 
 
 def _workspace(options: argparse.Namespace) -> Any:

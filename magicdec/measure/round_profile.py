@@ -14,6 +14,7 @@ from statistics import fmean, median
 import torch
 
 from magicdec.decoding.timers import seconds_of_all_rows
+from magicdec.drafts.base import Draft
 from magicdec.engine.decoder import Decoder
 from magicdec.engine.graphs import Step
 from magicdec.engine.native import Batch
@@ -21,6 +22,8 @@ from magicdec.measure.ceilings import seconds_of
 
 WARMUP = 2
 PLAIN_REPEATS = 3
+# What is timed, and what undoes it, by name.
+Parts = dict[str, tuple[Callable[[], object], Callable[[], None] | None]]
 
 
 @torch.inference_mode()
@@ -37,41 +40,18 @@ def profile_round(batch: Batch, repeats: int, gamma: int = 0) -> dict[str, float
     """
     batch.restart()
     decoder, draft = batch.decoder, batch.draft
-    parts: dict[str, tuple[Callable[[], object], Callable[[], None] | None]] = {
-        "target_decode_ms": (decoder.decode_token, decoder.restart)
-    }
-    if draft is not None:
-        gamma = gamma or draft.gamma
-        draft.prepare(decoder.state, gamma)
-        proposal = draft.propose(decoder.state, gamma)
-        none_B = torch.zeros_like(decoder.state.num_tokens_B)
-        decoder.verify(proposal, decoder.cache, draft.taps)
-        decoder.cache.commit(gamma + 1, none_B)
-        draft.commit(none_B, gamma)
-        parts["propose_ms"] = (
-            lambda: draft.propose(decoder.state, gamma),
-            lambda: draft.commit(none_B, gamma),
-        )
-
-        def verify(phase: int) -> None:
-            decoder.accept(
-                proposal, decoder.verify(proposal, draft.watch(decoder.cache, phase), draft.taps)
-            )
-
-        for phase in range(draft.phases):
-            parts[f"verify_{phase}"] = (
-                partial(verify, phase),
-                lambda: decoder.cache.commit(gamma + 1, none_B),
-            )
-        selection = draft.selection(decoder.state)
-        if selection is not None and selection.at != "prefill":
-            parts["select_ms"] = (selection.run, None)
-    times = _alternate(
-        decoder, parts, repeats, partial(draft.prepare, decoder.state, gamma) if draft else None
-    )
+    plain: Parts = {"target_decode_ms": (decoder.decode_token, decoder.restart)}
     if draft is None:
+        times = _alternate(decoder, plain, repeats, None)
         decoder.state.check_finite("in the profile")
         return times
+    gamma = gamma or draft.gamma
+    draft.prepare(decoder.state, gamma)
+    parts = plain | _parts_of_round(decoder, draft, gamma)
+    selection = draft.selection(decoder.state)
+    if selection is not None and selection.at != "prefill":
+        parts["select_ms"] = (selection.run, None)
+    times = _alternate(decoder, parts, repeats, partial(draft.prepare, decoder.state, gamma))
     if selection is not None and selection.at == "prefill":
         # Once per sequence, without a graph: it may be thousands of passes.
         times["select_ms"] = 1e3 * median(
@@ -79,19 +59,42 @@ def profile_round(batch: Batch, repeats: int, gamma: int = 0) -> dict[str, float
         )
     times["verify_ms"] = fmean(times.pop(f"verify_{phase}") for phase in range(draft.phases))
     times["round_ms"] = _rounds_ms(batch, repeats, gamma)
-    propose = times.pop("propose_ms")
-    selecting = (
-        times["select_ms"] / draft.phases
-        if selection is not None and selection.at == "round"
-        else 0.0
-    )
+    propose, selecting = times.pop("propose_ms"), 0.0
+    if selection is not None and selection.at == "round":
+        selecting = times["select_ms"] / draft.phases
     overhead = times["round_ms"] - propose - times["verify_ms"] - selecting
     decoder.state.check_finite("in the profile")
     return times | {"draft_ms": propose / gamma, "overhead_ms": overhead}
 
 
+def _parts_of_round(decoder: Decoder, draft: Draft, gamma: int) -> Parts:
+    """Return a proposal, and a verification for each kind of round. Each leaves the caches as they
+    were.
+    """
+    proposal = draft.propose(decoder.state, gamma)
+    none_B = torch.zeros_like(decoder.state.num_tokens_B)
+
+    def verify(phase: int) -> None:
+        watched = draft.watch(decoder.cache, phase)
+        decoder.accept(proposal, decoder.verify(proposal, watched, draft.taps))
+
+    def forget_proposal() -> None:
+        draft.commit(none_B, gamma)
+
+    def forget_verification() -> None:
+        decoder.cache.commit(gamma + 1, none_B)
+
+    decoder.verify(proposal, decoder.cache, draft.taps)
+    forget_verification()
+    forget_proposal()
+    parts: Parts = {"propose_ms": (lambda: draft.propose(decoder.state, gamma), forget_proposal)}
+    for phase in range(draft.phases):
+        parts[f"verify_{phase}"] = (partial(verify, phase), forget_verification)
+    return parts
+
+
 def _alternate(
-    decoder: Decoder, parts: dict, repeats: int, prepare: Callable[[], None] | None
+    decoder: Decoder, parts: Parts, repeats: int, prepare: Callable[[], None] | None
 ) -> dict[str, float]:
     steps = {
         name: Step(run, decoder.captures, undo, prepare if name == "propose_ms" else None)
