@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from magicdec.conformance.examine import (
+from magicdec.conformance.small_models import (
     VOCAB,
     cache_config,
     machine,

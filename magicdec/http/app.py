@@ -16,9 +16,10 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from magicdec.errors import UserError
-from magicdec.http.completion import Chat, Completion, SharedFields, StoppableText
+from magicdec.http.completion import Chat, Completion, SharedFields
 from magicdec.http.http_answer import HttpAnswer, error_body
 from magicdec.http.meters import Meters
+from magicdec.http.stoppable_text import StoppableText
 from magicdec.serving.engine import AsyncEngine
 
 # Largest body: a token takes about 5 bytes as text, 12 escaped or as an id.

@@ -9,8 +9,9 @@ from fastapi import Request
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from magicdec.http.completion import Chat, SharedFields, StoppableText
+from magicdec.http.completion import Chat, SharedFields
 from magicdec.http.meters import Amounts, Meters
+from magicdec.http.stoppable_text import StoppableText
 from magicdec.measure.metrics import Rounds
 from magicdec.serving.engine import Stream
 

@@ -13,8 +13,6 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-from rich.console import Group
-
 from magicdec.config.schema import Config, Verify
 from magicdec.costmodel.engine_settings import read_vllm
 from magicdec.costmodel.hardware import device_in
@@ -32,7 +30,7 @@ from magicdec.planning.resolve import resolve
 from magicdec.planning.resolved import Plan
 from magicdec.planning.setup import setup_of
 from magicdec.scenarios.outcome import Outcome
-from magicdec.tracking.cells import new_table
+from magicdec.scenarios.verify_view import shares_apart, view
 from magicdec.tracking.progress import Progress
 from magicdec.tracking.store import Run
 
@@ -104,9 +102,9 @@ def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
     results: metrics.Metrics = {"device": plan.device_name, **plan.sources}
     for name, values in (
         ("share", [share.of_best for share in shares]),
-        ("share_apart", _apart(shares)),
+        ("share_apart", shares_apart(shares)),
         ("share_by_batch", [share.of_best for share in of_batch]),
-        ("share_by_batch_apart", _apart(of_batch)),
+        ("share_by_batch_apart", shares_apart(of_batch)),
     ):
         if values:
             results |= {
@@ -119,7 +117,7 @@ def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
         line["gamma_by_batch"] = by_batch.gamma(cell.cell.batch, cell.cell.context)
         line["share_of_best_by_batch"] = other.of_best
         history.append(line)
-    shown = Group(_view(by, cells, shares), _regret(shares, of_batch))
+    shown = view(by, [measured.cell for measured in cells], shares, of_batch)
     return Outcome(results, history=history, view=shown)
 
 
@@ -265,62 +263,3 @@ def _of(by: Schedule, cell: Cell, share: ShareOfBest) -> dict[str, Any]:
             for gamma, value in speedups.items()
         },
     }
-
-
-def _view(by: Schedule, cells: Sequence[MeasuredCell], shares: Sequence[ShareOfBest]) -> Group:
-    """Return a table of the measured speedups of all cells, and one of the schedule's share of the
-    best.
-    """
-    gammas = list(cells[0].cell.speedups)
-    title = "measured speedup per row, by gamma; 0: no speculation"
-    measured = new_table("batch", "context", *map(str, gammas), title=title, num_words=0)
-    reached = new_table(
-        "batch",
-        "context",
-        "gamma",
-        "of the best",
-        "chosen apart",
-        title="the schedule",
-        num_words=0,
-    )
-    for row, share in zip(cells, shares, strict=True):
-        cell = row.cell
-        key = (f"{cell.batch}", f"{cell.context:,}")
-        measured.add_row(
-            *key, *(f"{cell.speedups[g]:.2f}" + ("*" if g == cell.best else "") for g in gammas)
-        )
-        gamma = by.gamma(cell.batch, cell.context)
-        reached.add_row(*key, f"{gamma}", f"{share.of_best:.1%}", _words(share))
-    return Group(measured, "", reached, *_sentences(shares))
-
-
-def _regret(shares: Sequence[ShareOfBest], of_batch: Sequence[ShareOfBest]) -> str:
-    """Return what a schedule loses that depends on the batch alone."""
-    words = []
-    for name, some in (("batch alone", of_batch), ("batch and context", shares)):
-        lost = [1 - share.of_best for share in some]
-        worst, mean = max(lost), fmean(lost)
-        words.append(f"by {name} {worst:.1%} at worst and {mean:.1%} on average")
-    return f"regret against the best gamma of each cell: {'; '.join(words)}"
-
-
-def _words(share: ShareOfBest) -> str:
-    low_high = " [{:.1%}, {:.1%}]".format(*share.apart_ci95) if share.apart_ci95 else ""
-    return "-" if share.apart is None else f"{share.apart:.1%}{low_high}"
-
-
-def _apart(shares: Sequence[ShareOfBest]) -> list[float]:
-    return [share.apart for share in shares if share.apart is not None]
-
-
-def _sentences(shares: Sequence[ShareOfBest]) -> list[str]:
-    of_best, apart = [share.of_best for share in shares], _apart(shares)
-    reached = f"{min(of_best):.1%} of it at worst and {median(of_best):.1%} in the median cell"
-    said = [f"* the best; the schedule reaches {reached}"]
-    if apart:
-        said.append(
-            f"chosen apart: against the best gamma of the other turns; {min(apart):.1%} at worst"
-            f" and {median(apart):.1%} in the median cell. Noise makes the first share too low and"
-            " this one too high"
-        )
-    return said

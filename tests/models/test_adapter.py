@@ -23,7 +23,8 @@ from magicdec.commands import doctor
 from magicdec.config.load import compose
 from magicdec.config.registry import DRAFTS, POLICIES
 from magicdec.config.schema import SamplingConfig
-from magicdec.conformance.examine import both_ways, small_drafter
+from magicdec.conformance.examine import both_ways
+from magicdec.conformance.small_models import small_drafter
 from magicdec.engine.output_audit import audit
 from magicdec.errors import UserError
 from magicdec.kernels.library import compiler

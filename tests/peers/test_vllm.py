@@ -50,7 +50,7 @@ import pathlib, sys
 from magicdec.peers import base, process, vllm
 from magicdec.peers.vllm import VllmEngine
 from magicdec.verification.sampling import Sampling
-from magicdec.conformance.examine import machine
+from magicdec.conformance.small_models import machine
 process.MAIN = pathlib.Path(sys.argv[1])
 engine = VllmEngine(python=sys.executable, time_limit_s=60)
 with vllm.VllmPeer(base.PeerSpec("a", machine(), 1, 64, Sampling(), engine=engine)) as one:

@@ -22,8 +22,9 @@ from magicdec.commands import serve
 from magicdec.data.tokenizer import Detokenizer
 from magicdec.errors import UserError
 from magicdec.http import app as http
-from magicdec.http.completion import NEUTRAL, Chat, Completion, StoppableText
+from magicdec.http.completion import NEUTRAL, Chat, Completion
 from magicdec.http.http_answer import HttpAnswer
+from magicdec.http.stoppable_text import StoppableText
 from magicdec.serving.engine import AsyncEngine, Stream
 from magicdec.serving.request import Params
 from magicdec.serving.scheduler import Scheduler
