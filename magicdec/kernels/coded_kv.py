@@ -160,12 +160,14 @@ def attend_coded(  # noqa: PLR0915
     v += b * v_row + kv * v_head
     wide = head.to(tl.int64)
     # Offsets from a block's first codes and scales.
-    k_codes += wide * num_tiles * (16 * C) + (d // 4 * 64 + d % 4)[:, None]
+    first_code = wide * num_tiles * (16 * C)
+    k_codes += first_code + (d // 4 * 64 + d % 4)[:, None]
     k_codes += (s // 16 * (16 * C) + s % 16 * 4)[None, :]
-    v_codes += wide * num_tiles * (16 * C) + (s // 4 * (4 * C) + s % 4)[:, None]
+    v_codes += first_code + (s // 4 * (4 * C) + s % 4)[:, None]
     v_codes += 4 * d[None, :]
     k_scales += wide * (num_tiles * 16 // G) * (2 * D) + d[:, None]
-    v_scales += wide * num_tiles * (D // F * 32) + 32 * tl.arange(0, GROUPS)[None, :]
+    v_group = tl.arange(0, GROUPS)[None, :]
+    v_scales += wide * num_tiles * (D // F * 32) + 32 * v_group
     v_scales += (s // 16 * (D // F * 32) + s % 16)[:, None]
     k_group = tl.arange(0, K_GROUPS)[None, :]
 
@@ -183,7 +185,8 @@ def attend_coded(  # noqa: PLR0915
         slot = at + s
         there = slot < until
         k1, k2 = load_codes(k_codes + at * C, 16 * HALF, there[None, :], BITS, NUMBER, UPCAST)
-        at_scale, whole = k_scales + (at // G + k_group) * (2 * D), at + k_group * G < until
+        at_scale = k_scales + (at // G + k_group) * (2 * D)
+        whole = at + k_group * G < until
         k1 = scaled(k1, at_scale, D, whole, BLOCK // K_GROUPS)
         k2 = scaled(k2, at_scale + HALF, D, whole, BLOCK // K_GROUPS)
         v1, v2 = load_codes(v_codes + at * C, 4 * HALF, there[:, None], BITS, NUMBER, UPCAST)
@@ -225,6 +228,7 @@ def attend_coded(  # noqa: PLR0915
         tl.store(lse + at, most + tl.log2(total), mask=r < J * T)
         at_out = partial + at[:, None] * D + d[None, :]
     else:
-        at_out = out + out_row(head, r, T, K, J)[:, None] * D + d[None, :]
+        row = out_row(head, r, T, K, J)
+        at_out = out + row[:, None] * D + d[None, :]
     tl.store(at_out, mean1.to(at_out.dtype.element_ty), mask=some)
     tl.store(at_out + HALF, mean2.to(at_out.dtype.element_ty), mask=some)

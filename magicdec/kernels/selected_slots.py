@@ -115,8 +115,9 @@ def weigh_places(  # noqa: PLR0915
         tl.store(at_raw, kept.to(raw.dtype.element_ty), inside)
         most, total, _, _ = weigh(most, total, products, 1.0)
     at = (head * num_splits + split) * (J * T) + r
+    total = tl.where(total > 0, total, 1.0)
     # Of a query row that sees nothing here, -inf.
-    tl.store(lse + at, most + tl.log2(tl.where(total > 0, total, 1.0)), mask=r < J * T)
+    tl.store(lse + at, most + tl.log2(total), mask=r < J * T)
 
 
 @triton.jit
@@ -132,7 +133,8 @@ def merge_sums(lse, num_splits, R: tl.constexpr, PADDED_SPLITS: tl.constexpr):
     base = tl.where(most == float("-inf"), 0.0, most)
     total = tl.sum(tl.exp2(parts - base[None, :]), 0)
     tl.debug_barrier()  # all parts are read
-    tl.store(lse + r, tl.where(total > 0, base + tl.log2(total), float("inf")), mask=r < R)
+    whole = tl.where(total > 0, base + tl.log2(total), float("inf"))
+    tl.store(lse + r, whole, mask=r < R)
     tl.debug_barrier()
 
 

@@ -215,7 +215,8 @@ def last_threshold(
             low = tl.fma((x >= first).to(tl.float32), each, low)
             middle = tl.fma((x >= second).to(tl.float32), each, middle)
             high = tl.fma((x >= third).to(tl.float32), each, high)
-        reached = (tl.sum(low) >= wanted).to(tl.int32) + (tl.sum(middle) >= wanted).to(tl.int32)
+        reached = (tl.sum(low) >= wanted).to(tl.int32)
+        reached += (tl.sum(middle) >= wanted).to(tl.int32)
         threshold += step * (reached + (tl.sum(high) >= wanted).to(tl.int32))
     return threshold
 
@@ -361,5 +362,6 @@ def draw_numbers(
     b, t = i // T, i % T
     sequence = b.to(tl.int64) + key if FOLLOWS else tl.load(key + b, i < N, 0)
     position = tl.load(positions + b * row + t * column, i < N, 0)
-    bits = (mix(mix(mix(sequence) + position * 8 + use)) >> 11) & ((1 << 53) - 1)
+    mixed = mix(mix(mix(sequence) + position * 8 + use))
+    bits = (mixed >> 11) & ((1 << 53) - 1)
     tl.store(out + i, bits.to(tl.float64) * (2.0**-53), i < N)
