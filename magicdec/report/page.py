@@ -57,22 +57,21 @@ LEFT_OUT = FACTS - {"id", "status", "kind", "reason"}
 NOT_REPEATED = NOT_IN_ID - {"plugins"}  # no part of a copied command
 DIGITS = 5  # significant ones: finer than any measurement
 COLUMNS = (
-    *(
-        "speedup",
-        "speedup_wall",
-        "speedup_duration",
-        PREDICTED,
-        "predicted/gamma",
-        "published/speedup",
-    ),
-    *(
-        "formula/speedup",
-        "acceptance_rate",
-        "acceptance_length",
-        "alpha",
-        "speculative/tokens_per_second",
-    ),
-    *("speculative/time_per_output_token_ms", "memory/peak_gib", "lossless/identical", "reason"),
+    "speedup",
+    "speedup_wall",
+    "speedup_duration",
+    PREDICTED,
+    "predicted/gamma",
+    "published/speedup",
+    "formula/speedup",
+    "acceptance_rate",
+    "acceptance_length",
+    "alpha",
+    "speculative/tokens_per_second",
+    "speculative/time_per_output_token_ms",
+    "memory/peak_gib",
+    "lossless/identical",
+    "reason",
 )
 EXTRA = {
     **{key: f"speedup per {per}" for key, per in PER.items() if key != "speedup"},

@@ -13,28 +13,25 @@ from magicdec.tracking.columns import Row
 from magicdec.units import WAYS, is_number
 
 MAX_PICKS, MAX_VALUES = 9, 40  # settings with a menu of their values; values of such a setting
+SPEEDS = (  # of each way
+    "tokens_per_second",
+    "time_per_output_token_ms",
+    "time_to_first_token_ms",
+    "request_latency_ms",
+    "goodput_rps",
+)
 # What a chart shows, by its name in the menu: kinds that are drawn together, and their metrics.
 MEASURES: dict[str, dict[str, str]] = {
     "speedup": {
         "measured": "speedup",
         "measured, per batch": "speedup_wall",
         "measured, per level": "speedup_duration",
-    }
-    | {"predicted": PREDICTED, "published": "published/speedup"},
+        "predicted": PREDICTED,
+        "published": "published/speedup",
+    },
     "best gamma": {"predicted": "predicted/gamma"},
     "formula speedup": {"from step times and acceptance": "formula/speedup", "measured": "speedup"},
-    **{
-        name: {way: f"{way}/{name}" for way in reversed(WAYS)}
-        for name in (
-            *(
-                "tokens_per_second",
-                "time_per_output_token_ms",
-                "time_to_first_token_ms",
-                "request_latency_ms",
-            ),
-            "goodput_rps",
-        )
-    },
+    **{name: {way: f"{way}/{name}" for way in reversed(WAYS)} for name in SPEEDS},
     **{
         name: {"measured": name}
         for name in ("acceptance_rate", "acceptance_length", "alpha", "memory/peak_gib")
