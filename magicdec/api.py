@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from magicdec.config.checks import refuse_unread
 from magicdec.config.load import compose, override, to_dict
@@ -27,6 +27,7 @@ from magicdec.scenarios.predict import predicted
 from magicdec.tracking.console import Console
 from magicdec.tracking.descriptions import described_models
 from magicdec.tracking.progress import progress as progress_bars
+from magicdec.tracking.result_types import RunResult
 from magicdec.tracking.run_files import ROW, read_lines
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ class Result:
     """
 
     folder: Path
-    metrics: dict[str, Any] = field(repr=False)
+    metrics: RunResult = field(repr=False)
     generations: list[dict[str, Any]] = field(repr=False)
     history: list[dict[str, Any]] = field(repr=False)
 
@@ -147,7 +148,7 @@ def study(cells: Sequence[Sequence[str]]) -> list[Result]:
 def _result(config: Config, job: Job) -> Result:
     if config.sweep.dry_run:
         raise UserError("sweep.dry_run=true: a dry run has no result")
-    metrics = run_scenario(config, job)
+    metrics = cast(RunResult, run_scenario(config, job))
     folder = Path(config.runs_dir, metrics["id"])
     generations = read_lines(folder / "generations.jsonl", ROW)
     history = read_lines(folder / "history.jsonl", ROW)

@@ -9,12 +9,15 @@ import tomllib
 from itertools import chain
 
 import pytest
+from pydantic import TypeAdapter
 
 import magicdec
 from magicdec import cli
 from magicdec.commands.report import main
 from magicdec.config.choices import CacheConfig, DraftConfig
 from magicdec.config.options import known_keys
+from magicdec.tracking.result_types import RunFacts, RunResult
+from magicdec.units import WAYS
 from tests.programs import ROOT, python
 from tools import check_docs, reference
 
@@ -166,6 +169,9 @@ PATTERNS = [
     re.compile(re.sub(r"<\w+>", lambda found: r"\d+" if found[0] == "<i>" else r"[\w/.]+", name))
     for name in DEFINED
 ]
+# Those without a number or a name in them, of which a type can tell.
+NAMED = {name.replace("<way>", way) for name in DEFINED for way in WAYS}
+NAMED = {name for name in NAMED if "<" not in name}
 SMALL = [
     "batch.size=4",
     "batch.context_len=64",
@@ -208,6 +214,14 @@ def test_every_metric_is_defined(overrides, tmp_path):
         if not any(pattern.fullmatch(key) for pattern in PATTERNS)
     }
     assert undefined == set()
+    TypeAdapter(RunResult).validate_python(run.metrics)
+    assert {key for key in run.metrics if key in NAMED} <= RunResult.__annotations__.keys()
+
+
+def test_every_metric_that_has_a_type_is_defined():
+    figures = RunResult.__annotations__.keys() - RunFacts.__annotations__.keys()
+    assert len(figures) > 100
+    assert {key for key in figures if not any(p.fullmatch(key) for p in PATTERNS)} == set()
 
 
 def test_every_extra_that_is_named_exists():
