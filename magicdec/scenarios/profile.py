@@ -29,20 +29,20 @@ from magicdec.tracking.progress import Progress
 from magicdec.tracking.store import Run
 from magicdec.units import GIB
 
-POINT = ("batch_size", "context_len", "gamma")  # of a line of the history
+Line = dict[str, int | float | None]  # of the history
 
 
 @dataclass(frozen=True)
 class PointUnit:
     """The times of one point of the grid."""
 
-    line: dict[str, int | float | None]  # of the history
+    line: Line
     peak_gib: float  # of memory, up to the end of this point
 
     @property
     def point(self) -> tuple[Any, ...]:
         """Return the batch, the context and the gamma of the point."""
-        return tuple(self.line[name] for name in POINT)
+        return tuple(self.line[name] for name in ("batch_size", "context_len", "gamma"))
 
 
 POINT_UNIT = TypeAdapter(PointUnit)
@@ -63,7 +63,7 @@ def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
             units.add(PointUnit(line, peak.num_bytes / GIB), "point")
             run.write_lines("history", _history(units, points))
             task.advance(1)
-    history = _history(units, points)
+    history: list[dict[str, Any]] = [*_history(units, points)]
     peak_gib = max(unit.peak_gib for unit in units.units)
     metrics: Metrics = {"device": plan.device_name, "memory/peak_gib": peak_gib}
     if plan.config.speculates and (setup := setup_of_profile(plan)):
@@ -72,9 +72,7 @@ def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
     return Outcome(metrics | plan.sources, history=history)
 
 
-def _history(
-    units: UnitFolder[PointUnit], points: Iterable[tuple[int, int, int]]
-) -> list[dict[str, Any]]:
+def _history(units: UnitFolder[PointUnit], points: Iterable[tuple[int, int, int]]) -> list[Line]:
     """Return the lines of the points that are measured, in the order of the grid."""
     lines = {unit.point: unit.line for unit in units.units}
     return [lines[point] for point in points if point in lines]
@@ -82,7 +80,7 @@ def _history(
 
 def time_points(
     engine: NativeEngine, points: Iterable[tuple[int, int, int]], repeats: int, seed: int = 0
-) -> Iterator[dict[str, int | float | None]]:
+) -> Iterator[Line]:
     """Yield the times of a round's steps at each point: batch, context and gamma."""
     for batch_size, context_len, gamma in points:
         request = PromptRequest(batch_size, context_len, engine.target.config.vocab_size, seed=seed)
@@ -92,5 +90,5 @@ def time_points(
         warm_up(batch)
         times = profile_round(batch, repeats)
         batch.close()  # or the caches of two points would be held at once
-        point = dict(zip(POINT, (batch_size, context_len, gamma), strict=True))
+        point: Line = {"batch_size": batch_size, "context_len": context_len, "gamma": gamma}
         yield point | {f"time/{name}": value for name, value in times.items()}

@@ -15,12 +15,14 @@ from magicdec.serving.request import Params, Request
 from magicdec.tracking.store import Run
 from magicdec.units import WAYS
 from tests.peers.stand_in import standing_in
+from tests.programs import ROOT
 from tests.runs import only_run
 from tests.scenarios.sessions import Killed, session
 from tests.tracking.sample import CONFIG
 
 KEYS = ["scenario=serve", "scenario.concurrencies=[1,2]", "scenario.num_requests=2"]
-KEYS += ["batch.size=2", "batch.context_len=40", "batch.generate_len=4", "data=random"]
+KEYS += ["batch.size=2", "batch.context_len=40", "batch.generate_len=4"]
+KEYS += ["data=text", f"data.path={ROOT}/LICENSE"]
 SEARCH = ["scenario.slo=concurrency", "scenario.slo_most=2", "scenario.first_token_ms=1e9"]
 LISTED = [(1, WAYS[0]), (1, WAYS[1]), (2, WAYS[0]), (2, WAYS[1])]
 SEARCHED = [(1, WAYS[0]), (2, WAYS[0]), (1, WAYS[1]), (2, WAYS[1])]

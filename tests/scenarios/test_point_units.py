@@ -13,7 +13,7 @@ from tests.runs import only_run
 from tests.scenarios.sessions import Killed, session
 
 GRID = ["scenario=profile", "scenario.batch_sizes=[1,2]", "scenario.context_lens=[16,32]"]
-GRID += ["scenario.gammas=[2]", "batch.generate_len=24", "data=random"]
+GRID += ["scenario.gammas=[2]", "batch.generate_len=24"]
 CELLS = [*product([1, 2], [16, 32])]
 
 
@@ -75,10 +75,10 @@ def test_servers_from_outside(clock, tmp_path, dies_at):
         urls = [f"engine.{key}={url}" for key, (_, url) in servers.items()]
         clock.dies_at = dies_at
         with pytest.raises(Killed):
-            session(tmp_path, "engine=openai", *GRID, *urls)
+            session(tmp_path, "engine=openai", "data=random", *GRID, *urls)
         clock.dies_at, baseline = None, servers["baseline_url"][0]
         asked = len(baseline.asked)
-        run = session(tmp_path, "engine=openai", *GRID, *urls)
+        run = session(tmp_path, "engine=openai", "data=random", *GRID, *urls)
     assert (len(baseline.asked) > asked) == (dies_at < len(CELLS))
     steps = [(line["time/target_decode_ms"], line["time/round_ms"]) for line in run.history]
     assert steps == [(1 + number, 1 + number + len(CELLS)) for number in range(len(CELLS))]
