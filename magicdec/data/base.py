@@ -179,7 +179,7 @@ def _windows(
         generator.shuffle(starts)
         for start in starts:
             window = ids[start : start + length]
-            yield prefix + window, f"{name}#{number}@{start}"
+            yield [*prefix, *window], f"{name}#{number}@{start}"
 
 
 def _sections(text: str, size: int) -> list[str]:
