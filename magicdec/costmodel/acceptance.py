@@ -270,7 +270,8 @@ def _interpolate(points: Sequence[tuple[int, float]], at: int, rising: bool) -> 
             return values[near]
     if index in (0, len(sizes)):
         return None
-    (low, high), (start, end) = sizes[index - 1 : index + 1], values[index - 1 : index + 1]
+    low, high = sizes[index - 1 : index + 1]
+    start, end = values[index - 1 : index + 1]
     return start + log(at / low) / log(high / low) * (end - start)
 
 

@@ -103,7 +103,8 @@ class Levels:
         """Measure a level in the ways in which the run lacks it, and return its line of the
         history; {} on a rank that has followed.
         """
-        units = {way: unit for way in ways if (unit := self.units.take(level, way))}
+        stored = {way: self.units.take(level, way) for way in ways}
+        units = {way: unit for way, unit in stored.items() if unit is not None}
         missing = [way for way in ways if way not in units]
         if missing:
             measured = self._measure(level, missing)
