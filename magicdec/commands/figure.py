@@ -8,6 +8,7 @@ from pathlib import Path
 
 from magicdec.errors import UserError, exit_code
 from magicdec.report import figures, picture, query
+from magicdec.report.by_context import CONTEXT, rows_by_context
 from magicdec.report.rows import keys_of, read_runs, rows_of
 from magicdec.shell import command_line
 from magicdec.tracking.columns import is_setting
@@ -23,10 +24,15 @@ def _figure(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser("magicdec figure", description=__doc__)
     parser.add_argument("runs_dir", type=Path, help="a run store, as in runs_dir=FOLDER")
     parser.add_argument(
-        "--x", metavar="KEY", required=True, help="the setting on the x axis: cache.budget"
+        "--x",
+        metavar="KEY",
+        required=True,
+        help="the setting on the x axis: cache.budget; context: acceptance by context, under load",
     )
     parser.add_argument(
-        "--y", metavar="KEYS", default="speedup", help="metrics, separated by commas (speedup)"
+        "--y",
+        metavar="KEYS",
+        help="metrics, separated by commas (speedup, or acceptance_length over context)",
     )
     parser.add_argument(
         "--series", metavar="KEY", help="a setting with a colour for each value: cache.policy"
@@ -43,12 +49,21 @@ def _figure(arguments: Sequence[str]) -> None:
     )
     options = parser.parse_args(arguments)
     rows = query.select(rows_of(read_runs(options.runs_dir, options.sweep)[0]), options.where)
+    metrics = options.y or "speedup"
+    if options.x == CONTEXT:
+        metrics = options.y or "acceptance_length"
+        rows = list(rows_by_context(rows))
+        if not rows:
+            raise UserError(
+                "--x context: no run has acceptance by context; scenario=serve stores it for"
+                " prompts of several lengths"
+            )
     names = keys_of(rows)
     x, series = (
         _setting(names, options.x, "--x"),
         options.series and _setting(names, options.series, "--series"),
     )
-    keys = [query.find_key(names, key, "--y") for key in options.y.split(",")]
+    keys = [query.find_key(names, key, "--y") for key in metrics.split(",")]
     rows = [row for row in rows if row.get("status") == "done"]
     for key in query.NEVER_MIXED:
         values = sorted({str(row[key]) for row in rows if key in row})
@@ -63,7 +78,7 @@ def _figure(arguments: Sequence[str]) -> None:
     title = keys[0] if len(keys) == 1 else ", ".join(keys)
     spec = figures.figure(rows, x, series, {key: key for key in keys}, title)
     if spec is None:
-        raise UserError(f"no run that is done has numbers for {options.y} over {x}")
+        raise UserError(f"no run that is done has numbers for {metrics} over {x}")
     path = options.out or Path(
         f"{'-'.join(keys)}-by-{x}.{options.format or 'pdf'}".replace("/", "_")
     )

@@ -7,7 +7,9 @@ import pytest
 from magicdec.commands.figure import main as figure_command
 from magicdec.errors import UserError
 from magicdec.report import figures, picture
+from magicdec.report.by_context import rows_by_context
 from magicdec.report.charts import COLOURS
+from magicdec.report.rows import read_runs, rows_of
 from tests.pixels import spots
 from tests.tracking.stores import write_run
 
@@ -100,6 +102,7 @@ def test_a_figure_of_nothing_and_of_what_does_not_mix(report, tmp_path):
             "--x gamma --where source=measured --y device",
             "no run that is done has numbers for device",
         ),
+        ("--x context", "--x context: no run has acceptance by context; scenario=serve"),
         ("--x gama", "--x gama: no run has such a key; did you mean"),
         ("--x gamma --where source=measured --out a.jpg", "must end in one of .pdf, .png, .svg"),
         (
@@ -108,3 +111,23 @@ def test_a_figure_of_nothing_and_of_what_does_not_mix(report, tmp_path):
         ),
     ):
         assert words in report(*typed.split(), command=figure_command, is_mistaken=True)
+
+
+def test_acceptance_is_drawn_by_context(report, tmp_path):
+    buckets = {512: (3.0, [2.8, 3.2]), 2048: (2.0, [1.5, 2.5])}
+    metrics = {"acceptance_length": 2.4, "acceptance_length_ci95": [2.0, 3.0]}
+    for tokens, (length, ends) in buckets.items():
+        metrics |= {
+            f"context/{tokens}/acceptance_length": length,
+            f"context/{tokens}/acceptance_length_ci95": ends,
+        }
+    write_run(tmp_path, "loaded", {"scenario.name": "serve"}, metrics)
+    rows = list(rows_by_context(rows_of(read_runs(tmp_path)[0])))
+    points = figures.points(rows, "context", None, {"length": "acceptance_length"})
+    assert [(point["x"], point["y"], [point["low"], point["high"]]) for point in points] == [
+        (tokens, length, ends) for tokens, (length, ends) in buckets.items()
+    ]
+    out = tmp_path / "by-context.png"
+    arguments = (str(tmp_path), "--x", "context", "--out", str(out))
+    assert report(*arguments, runs=None, command=figure_command) == f"written {out}\n"
+    assert spots(out, COLOURS[0])
