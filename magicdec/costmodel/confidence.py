@@ -24,7 +24,8 @@ LARGE = 32  # rows of a batch from which engines compute rather than read
 MIN_SOURCES = 3  # of errors of one kind; with fewer, those of more kinds count
 # An opinion that weighs as much as one source: gains and losses are equally likely.
 PRIOR = 0.5
-LOOKUPS, HEADS = ("ngram", "suffix"), ("eagle", "eagle3", "fr-spec", "hass")
+LOOKUPS = ("ngram", "suffix")
+HEADS = ("eagle", "eagle3", "fr-spec", "hass", "mtp", "dflash", "dspark")
 
 
 class Case(NamedTuple):

@@ -47,6 +47,11 @@ def test_errors_of_the_same_kind_count_where_enough_sources_have_them():
     assert confidence(Case(True, "self", 8), 1.0, same) is None
 
 
+@pytest.mark.parametrize("draft", ["eagle3", "mtp", "dflash"])
+def test_what_reads_hidden_states_is_as_sure_as_a_head(draft):
+    assert confidence(CASE._replace(draft=draft), 1.5) == confidence(CASE, 1.5)
+
+
 def test_the_verdict_says_how_sure_it_is(setup):
     for at in (setup(), setup().at(hardware=configured("h100", stack="vllm"))):
         prediction = predict(at, (3,), alpha=0.8)
