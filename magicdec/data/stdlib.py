@@ -8,6 +8,7 @@ import os
 import sys
 import sysconfig
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from magicdec.config.choices import Corpus
@@ -76,6 +77,7 @@ def documents(*, held_out: bool, root: Path | None = None) -> dict[str, str]:
     }
 
 
+@cache  # the library stays as it is, and a run with prompts of several lengths asks for each
 def _modules(root: Path) -> dict[str, list[Path]]:
     """Return the files of each module: of twins such as datetime and _pydatetime, those of the
     longer.
