@@ -7,7 +7,6 @@ import json
 import random
 import shutil
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,11 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from magicdec.architectures.modules_config import ModulesConfig
-from magicdec.attention.base import Attention
 from magicdec.attention.cpp import CppAttention
 from magicdec.commands import doctor
 from magicdec.config.load import compose
-from magicdec.config.registry import DRAFTS, POLICIES
 from magicdec.config.schema import SamplingConfig
 from magicdec.conformance.examine import both_ways
-from magicdec.conformance.small_models import small_drafter
 from magicdec.engine.output_audit import audit
 from magicdec.errors import UserError
 from magicdec.kernels.library import compiler
@@ -33,70 +29,25 @@ from magicdec.models.adapter.linears import OperatorLinear
 from magicdec.models.description import describe, read_config
 from magicdec.models.kv_cache import KVCache, resting
 from magicdec.models.taps import Taps
-from magicdec.models.transformer import Transformer
 from magicdec.planning.resolve import resolve
 from magicdec.planning.setup import setup_of
 from magicdec.serving.request import Params, Request
 from magicdec.serving.scheduler import Scheduler
 from magicdec.serving.slots import Slots
 from magicdec.verification.sampling import Sampling
-from tests.checkpoints import (
-    MODULES,
-    SIZES,
-    load_modules,
-    load_reference,
-    make_checkpoint,
-    written,
+from tests.checkpoints import MODULES, SIZES, load_modules, load_reference, written
+from tests.models.adapter_cases import (
+    FAMILIES,
+    GAMMAS,
+    LENGTHS,
+    NEW_TOKENS,
+    VOCABULARY,
+    drafter,
+    expected_of,
+    prompts,
+    target_of,
 )
 from tests.small import new_engine, open_batch, random_prompts
-
-LENGTHS, NEW_TOKENS, VOCABULARY = [37, 9, 50], 12, 96
-PAIRS = [
-    (draft, policy)
-    for draft in DRAFTS
-    for policy in POLICIES
-    if (DRAFTS[draft].facts.is_model or policy == "full")
-    and not (POLICIES[policy].facts.needs_target and not DRAFTS[draft].facts.shares_target)
-]
-GAMMAS = (1, 2, 3, 5, 8)
-
-
-@pytest.fixture(scope="session")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Return a function that makes a family's checkpoint at its first use."""
-
-    @cache
-    def folder(family: str, seed: int = 0, **changes: Any) -> Path:
-        path = tmp_path_factory.mktemp(family)
-        return make_checkpoint(path, family, seed=seed, eos_token_id=None, **changes)
-
-    return folder
-
-
-@cache
-def target_of(folder: Path, attention: type[Attention] | None = None) -> Transformer:
-    return load_modules(folder, attention=attention() if attention else None)
-
-
-FAMILIES = [family for family in MODULES if family != "phi3-long"]  # which has its own test
-
-
-@cache
-def expected_of(folder: Path) -> list[list[int]]:
-    return written(load_reference(folder), prompts(), NEW_TOKENS)
-
-
-def prompts() -> list[list[int]]:
-    return random_prompts(LENGTHS, vocab=VOCABULARY)
-
-
-def drafter(draft: str, folders: Any, family: str, target: Transformer) -> Transformer | None:
-    facts = DRAFTS[draft].facts
-    if not facts.needs_model:
-        return None
-    if facts.listens:
-        return small_drafter(draft, target, 0.0)
-    return target_of(folders(family, seed=1))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -106,38 +57,12 @@ def test_autoregressive_tokens_are_those_of_generate(family, folders):
     assert batch.decoder.generate().tokens == expected_of(folder)
 
 
-@pytest.mark.parametrize(
-    ("family", "draft", "policy", "gamma"),
-    [
-        (family, draft, policy, gamma)
-        for (draft, policy), family, gamma in zip(
-            PAIRS, itertools.cycle(FAMILIES), itertools.cycle(GAMMAS), strict=False
-        )
-    ],
-)
-def test_every_draft_and_policy_writes_the_same_tokens(family, draft, policy, gamma, folders):
-    target = target_of(folders(family))
-    keys = {
-        "gamma": gamma,
-        "policy": policy,
-        "budget": 16,
-        "num_sink": 2,
-        "generate_len": NEW_TOKENS,
-    }
-    model = drafter(draft, folders, family, target)
-    batch = open_batch(target, prompts(), draft_name=draft, draft_model=model, **keys)
-    fast, expected = batch.decoder.generate(batch.draft), expected_of(folders(family))
-    assert fast.tokens == expected
-    assert audit(batch.decoder, expected, fast.tokens).passed is True
-
-
 def test_tokens_are_varied_enough_to_tell_models_apart(folders):
     rows = [tuple(row) for family in FAMILIES for row in expected_of(folders(family))]
     assert len(set(rows)) == len(rows)
     assert sum(len(set(row)) for row in rows) / len(rows) > 4
 
 
-GAMMA_OF = dict(zip(FAMILIES, itertools.cycle(GAMMAS), strict=False))
 needs_compiler = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler")
 
 
