@@ -211,6 +211,10 @@ class Transformer(nn.Module):
         unread = 0 if self.head is None else self.embed.weight.nbytes
         return sum(weight.nbytes for weight in self.parameters()) - unread
 
+    def experts(self) -> list[nn.Module]:
+        """Return the modules of routed experts, one for each layer that has any: here none."""
+        return []
+
     def first_layers(self, num_layers: int) -> "Transformer":
         """Return a model of the first layers, with the same embedding and head; the weights are
         shared.

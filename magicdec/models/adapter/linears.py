@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from typing_extensions import override
 
+from magicdec.models.adapter.experts import OperatorExperts, fits, is_experts
 from magicdec.models.operators import Operators
 
 
@@ -39,18 +40,22 @@ class OperatorLinear(nn.Module):
 
 
 def by_operators(root: nn.Module, operators: Operators) -> Any:
-    """Return the same modules, whose linear layers use these operators."""
+    """Return the same modules, whose linear layers, and experts, use these operators."""
 
     def change(module: nn.Module) -> nn.Module | None:
+        if is_experts(module) and fits(module):
+            return OperatorExperts(module, operators)
         return OperatorLinear(module, operators) if type(module) is nn.Linear else None
 
     return changed(root, change)
 
 
 def by_pytorch(root: nn.Module) -> Any:
-    """Return the same modules with PyTorch's linear layers."""
+    """Return the same modules with PyTorch's linear layers and transformers' experts."""
 
     def change(module: nn.Module) -> nn.Module | None:
+        if isinstance(module, OperatorExperts):
+            return module.plain_experts
         return module.plain_linear if isinstance(module, OperatorLinear) else None
 
     return changed(root, change)

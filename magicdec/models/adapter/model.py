@@ -16,6 +16,7 @@ from typing_extensions import override
 from magicdec.architectures.modules_config import ModulesConfig
 from magicdec.attention.base import Attention
 from magicdec.attention.sdpa import SdpaAttention
+from magicdec.models.adapter.experts import experts_in
 from magicdec.models.adapter.interface import (
     NAME,
     EntriesPass,
@@ -119,6 +120,10 @@ class ModulesTransformer(Transformer):
         stored = super().step_weight_bytes(num_tokens)
         unread = self.config.parameters - self.config.parameters_read(num_tokens)
         return stored - unread * self.dtype.itemsize
+
+    @override
+    def experts(self) -> list[nn.Module]:
+        return [*experts_in(self.decoder)]
 
     @override
     def first_layers(self, num_layers: int) -> "ModulesTransformer":
