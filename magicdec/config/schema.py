@@ -85,6 +85,7 @@ class Efficiency:
     overlap: Fraction = 1.0  # of the shorter of memory and arithmetic, hidden behind the longer
     layer_overhead_us: Cost = 60.0  # a layer's kernel launches and gaps
     step_overhead_us: Cost = 0.0  # of a forward pass around its layers: tables, logits, the host
+    expert_overhead_us: Cost = 0.0  # of each expert that a matmul touches
     round_overhead_us: Cost = 700.0  # accept, commit and the host, per round
     allreduce_hop_us: Cost = 5.0  # latency of each of log2(ranks) hops
     allreduce_bandwidth_fraction: Fraction = 0.3  # of the link's, at a decode step's megabyte
@@ -248,6 +249,7 @@ class Assumed(Needs):
     acceptance_gamma: Count | None
     stack: str | None
     match_share: Share | None
+    routing: str | None
 
     def mistakes(self) -> Iterator[str]:
         """Yield what contradicts itself."""

@@ -44,19 +44,22 @@ UNIFORM = Routing()
 
 
 def recorded(chosen_LRTK: NDArray[np.int64] | Sequence[object], experts: int) -> Routing:
-    """Return the routing that choices of consecutive tokens show, on average over layers.
-
-    The novelty is the one that explains how many experts two consecutive tokens touch.
-    """
+    """Return the routing that choices of consecutive tokens show, on average over layers."""
     chosen_LRTK = np.asarray(chosen_LRTK)
-    per_token = chosen_LRTK.shape[-1]
     counts = np.sort([np.bincount(layer.ravel(), minlength=experts) for layer in chosen_LRTK])
-    popularity = tuple(float(count) for count in counts.mean(0))
     pairs = np.concatenate((chosen_LRTK[:, :, :-1], chosen_LRTK[:, :, 1:]), axis=-1)
     distinct = (np.diff(np.sort(pairs), axis=-1) != 0).sum(-1) + 1
+    return explaining(counts.mean(0), chosen_LRTK.shape[-1], float(distinct.mean()))
+
+
+def explaining(popularity: Sequence[float] | NDArray, per_token: int, distinct: float) -> Routing:
+    """Return the routing of experts of this popularity whose novelty explains how many distinct
+    ones two consecutive tokens of a row touch.
+    """
+    shares = tuple(map(float, popularity))
     low, high = 0.0, 1.0
     for _ in range(HALVINGS):
         middle = (low + high) / 2
-        explained = Routing(popularity, middle).touched(experts, per_token, 1, 2)
-        low, high = (middle, high) if explained < distinct.mean() else (low, middle)
-    return Routing(popularity, (low + high) / 2)
+        explained = Routing(shares, middle).touched(len(shares), per_token, 1, 2)
+        low, high = (middle, high) if explained < distinct else (low, middle)
+    return Routing(shares, (low + high) / 2)

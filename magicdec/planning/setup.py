@@ -14,6 +14,7 @@ from magicdec.costmodel.roofline import BF16
 from magicdec.costmodel.round import Setup
 from magicdec.costmodel.stacks import OWN_STACK
 from magicdec.errors import UserError
+from magicdec.planning.recorded_routing import routing_of
 from magicdec.planning.resolved import Plan
 
 
@@ -47,6 +48,8 @@ def setup_of(plan: Plan, bandwidth_gbs: float | None = None, tflops: float | Non
         )
     setup = _setup(plan, hardware, DRAFTS["self"].facts() if searches else config.draft)
     changes: dict[str, Any] = {} if match_share is None else {"match_share": match_share}
+    if isinstance(config.scenario, Assumed) and config.scenario.routing is not None:
+        changes["routing"] = routing_of(config.scenario.routing, config.runs_dir, setup.target)
     return replace(setup, target=setup.target.as_predicted(), **changes)
 
 

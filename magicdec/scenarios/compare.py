@@ -17,7 +17,7 @@ from magicdec.drafts.base import Draft
 from magicdec.engine.decoder import Decoder, Generation
 from magicdec.engine.native import Batch, NativeEngine, warm_up
 from magicdec.engine.output_audit import Audit, audit
-from magicdec.measure import memory_use, metrics
+from magicdec.measure import expert_choices, memory_use, metrics
 from magicdec.measure.ceilings import read_bandwidth
 from magicdec.measure.metrics import Metrics
 from magicdec.measure.round_profile import profile_round
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 MOST_LEFT_OUT = 2  # units in a row with other tokens than the first: no further ones are measured
 # Figures that a run keeps while repeats are added to it.
-PROFILED = ("time/", "memory/", "roofline/")
+PROFILED = ("time/", "memory/", "roofline/", "routing/")
 
 
 @dataclass
@@ -102,6 +102,7 @@ def run(plan: Plan, run: "Run", progress: Progress) -> Outcome:
                 )
             if profiles:
                 profile = _profiled(session, batch) | _memory(batch, peak)
+                profile |= _routed(session, batch, run)
                 # Last: the bandwidth's measurement takes memory.
                 profile |= _roofline(plan, batch, profile)
     figures = session.figures
@@ -177,6 +178,17 @@ def _profiled(session: Session, batch: Batch) -> Metrics:
     if batch.draft is not None:
         results["time/impossible"] = is_impossible(results)
     return results
+
+
+def _routed(session: Session, batch: Batch, run: "Run") -> Metrics:
+    """Record which experts the last batch's tokens choose, a line for each layer."""
+    number = session.plan.config.batch.num_batches - 1
+    written = session.stored.units.of_batch(number)[0].ways["autoregressive"].tokens
+    most = max(session.plan.config.gammas) + 1
+    lines = expert_choices.layer_lines(batch.decoder, written, most)
+    if lines:
+        run.write_lines("routing", lines)
+    return expert_choices.metrics_of(lines)
 
 
 def _opened(session: Session, engine: NativeEngine, number: int) -> Batch:

@@ -124,6 +124,16 @@ class GenerationLine(TypedDict):
 
 
 @typed
+class RoutingLine(TypedDict):
+    """The choices of a layer with experts, as magicdec/measure/expert_choices.py describes them."""
+
+    experts: Count
+    experts_per_token: Count
+    popularity: list[Number]
+    distinct: list[Number]
+
+
+@typed
 class JobLine(TypedDict):
     """A line of a sweep's jobs.jsonl."""
 
@@ -147,6 +157,7 @@ ROW: TypeAdapter[dict[str, Any]] = TypeAdapter(
 )
 FACTS, CONFIG = TypeAdapter(StoredResult), TypeAdapter(StoredConfig)
 SAMPLE, GENERATION = TypeAdapter(Sample), TypeAdapter(GenerationLine)
+ROUTING = TypeAdapter(RoutingLine)
 JOB_LINE = TypeAdapter(JobLine)
 
 
