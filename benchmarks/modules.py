@@ -1,20 +1,26 @@
-"""Measure what a model costs that runs as transformers' modules.
+"""Measure what a model costs that runs as transformers' modules, and how well that is predicted.
 
-    python benchmarks/modules.py            # an hour on two idle cores; resumable; writes docs/results/modules-*.csv and the page
-    python benchmarks/modules.py --quick    # minutes: small sizes; prints the tables
+    python benchmarks/modules.py            # 15 minutes on two idle cores; writes docs/results/modules-*.csv and the page; needs scipy
+    python benchmarks/modules.py --quick    # a minute: small sizes; prints the tables, and is no measurement
     python benchmarks/modules.py --smollm2 FOLDER   # the weights of the first part; random ones of its sizes otherwise
+
+Repeat the command to resume: cells that this commit has measured are not measured again (--restart
+forgets them).
 
 The cost: SmolLM2-135M by our own transformer and by transformers' modules, in pairs that alternate,
 one step and one prefill of each. The experts: T_T, T_V(gamma) and T_D of a Qwen3-MoE and a gpt-oss
-of that size with random weights, over batch and context, and how many experts a pass touches.
-Random routers choose nearly uniformly, which touches most.
+of that width with random weights, over batch and context, and how many experts a pass touches.
+Random routers choose nearly uniformly, which touches most. The cost model is calibrated by half of
+a model's cells and predicts the other half, and the other way round.
 """  # noqa: E501
 
 import argparse
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,10 +31,18 @@ from render import PAGES, Row, table, write, write_csv
 from transformers import GptOssConfig, LlamaConfig, Qwen3MoeConfig
 
 from magicdec.attention.cpp import CppAttention
+from magicdec.calibrate.steps import row_of
 from magicdec.config.registry import DRAFTS, POLICIES
 from magicdec.config.schema import BatchConfig, HardwareConfig, SamplingConfig
+from magicdec.costmodel import hardware
+from magicdec.costmodel.calibration import OF_EXPERTS, calibrate
+from magicdec.costmodel.hardware import Hardware, configured
+from magicdec.costmodel.round import round_times
 from magicdec.costmodel.speedup import omega
+from magicdec.costmodel.stacks import OWN_STACK
 from magicdec.engine.native import NativeEngine
+from magicdec.measure.ceilings import matmul_rate, read_bandwidth
+from magicdec.measure.expert_choices import recording
 from magicdec.models.adapter.load_modules import load, random
 from magicdec.models.checkpoint import load as load_native
 from magicdec.models.description import describe, read_config
@@ -37,26 +51,28 @@ from magicdec.models.transformer import Transformer
 from magicdec.scenarios.profile import time_points
 
 CPU, FP32 = torch.device("cpu"), torch.float32
-SMOLLM2 = {
+WIDTH = {
     "vocab_size": 49152,
     "hidden_size": 576,
-    "num_hidden_layers": 30,
     "num_attention_heads": 9,
     "num_key_value_heads": 3,
     "max_position_embeddings": 16384,
     "tie_word_embeddings": True,
 }
+SMOLLM2 = WIDTH | {"num_hidden_layers": 30, "intermediate_size": 1536}
 EXPERTS = {
     "qwen3-moe": Qwen3MoeConfig(
-        **SMOLLM2,
+        **WIDTH,
+        num_hidden_layers=12,
         head_dim=64,
         intermediate_size=1536,
-        moe_intermediate_size=192,
-        num_experts=64,
-        num_experts_per_tok=8,
+        moe_intermediate_size=384,
+        num_experts=32,
+        num_experts_per_tok=4,
     ),
     "gpt-oss": GptOssConfig(
-        **SMOLLM2 | {"num_hidden_layers": 24},
+        **WIDTH,
+        num_hidden_layers=12,
         head_dim=64,
         intermediate_size=576,
         num_local_experts=16,
@@ -66,26 +82,27 @@ EXPERTS = {
     ),
 }
 GAMMAS, BUDGET, ALPHA = (1, 2, 3, 5, 8), 256, 0.8
+PAIRED = ((1, 8), (1024, 4096), 7)  # batches, contexts and repeats of the first part
+TIMED = ((1, 4, 16), (1024, 4096), 5)  # of the others
+QUICK = ((1, 2), (128, 256), 2)
 
 
-def pairs_of(folder: Path, batches: list[int], contexts: list[int], repeats: int) -> Iterator[Row]:
+def pairs_at(
+    checkpoint: Callable[[], Path], batch: int, context: int, repeats: int
+) -> Iterator[Row]:
     """Yield the times of a step, of a verification and of a prefill, of both implementations."""
-    models = {"native": native(folder), "modules": as_modules(folder, max(contexts) + 64)}
-    for batch in batches:
-        for context in contexts:
-            for kind, num_new in (("step", 1), ("verification of 4", 4), ("prefill", 128)):
-                runs = {
-                    name: pass_of(model, batch, context, num_new) for name, model in models.items()
-                }
-                times = alternating(runs, repeats)
-                ratio = median(b / a for a, b in zip(*times.values(), strict=True))
-                yield {
-                    "pass": kind,
-                    "batch": batch,
-                    "context": context,
-                    **{f"{name}_ms": median(seen) for name, seen in times.items()},
-                    "ratio": ratio,
-                }
+    folder = checkpoint()
+    models = {"native": native(folder), "modules": as_modules(folder, context + 128)}
+    for kind, num_new in (("step", 1), ("verification of 4", 4), ("prefill", 128)):
+        runs = {name: pass_of(model, batch, context, num_new) for name, model in models.items()}
+        times = alternating(runs, repeats)
+        yield {
+            "pass": kind,
+            "batch": batch,
+            "context": context,
+            **{f"{name}_ms": median(seen) for name, seen in times.items()},
+            "ratio": median(b / a for a, b in zip(*times.values(), strict=True)),
+        }
 
 
 def native(folder: Path) -> Transformer:
@@ -130,52 +147,92 @@ def alternating(runs: dict[str, Callable[[], None]], repeats: int) -> dict[str, 
     return {name: seen[1:] for name, seen in times.items()}
 
 
-def experts_of(name: str, batches: list[int], contexts: list[int], repeats: int) -> Iterator[Row]:
-    """Yield T_T, T_D and T_V(gamma), the experts that each touches, and the speedup that follows
-    from an alpha of 0.8.
-    """
+@cache
+def target_of(name: str) -> Transformer:
+    """Return a model with experts and random weights."""
     config: Any = describe(EXPERTS[name].to_dict(), name, "transformers")
-    target = random(config, FP32, CPU, CppAttention(), max(contexts) + 64)
-    touched = counting(target)
-    for batch in batches:
-        for context in contexts:
-            for gamma in GAMMAS:
-                touched.clear()
-                [point] = time_points(engine(target, gamma), [(batch, context, gamma)], repeats)
-                by_tokens = dict(touched)
-                decode, draft, verify, rest = (
-                    point[f"time/{part}_ms"]
-                    for part in ("target_decode", "draft", "verify", "overhead")
-                )
-                per_token = (gamma * draft + verify + rest) / omega(gamma, ALPHA)
-                yield {
-                    "model": name,
-                    "batch": batch,
-                    "context": context,
-                    "gamma": gamma,
-                    "target_ms": decode,
-                    "draft_ms": draft,
-                    "verify_ms": verify,
-                    "experts_of_step": by_tokens.get(batch),
-                    "experts_of_verification": by_tokens.get(batch * (gamma + 1)),
-                    "speedup": decode / per_token,
-                }
+    longest = config.max_position_embeddings
+    return random(config, FP32, CPU, CppAttention(), longest)
 
 
-def counting(target: Any) -> list[tuple[int, float]]:
-    """Return a list to which every call of a layer's experts adds its tokens and the share of the
-    experts that they choose.
+def experts_at(name: str, batch: int, context: int, repeats: int) -> Iterator[Row]:
+    """Yield T_T, T_D and T_V(gamma), the experts that each touches, the speedup that follows from
+    an alpha of 0.8, and the machine's rates.
     """
-    seen: list[tuple[int, float]] = []
+    rates = {"bandwidth": read_bandwidth(CPU), "rate": matmul_rate(CPU, FP32)}
+    target = target_of(name)
+    first = target.experts()[0]
+    for gamma in GAMMAS:
+        with recording([first], batch) as [passes]:
+            [point] = time_points(engine(target, gamma), [(batch, context, gamma)], repeats)
+        touched = {
+            chosen_BTK.shape[1]: chosen_BTK.unique().numel() / int(first.num_experts)  # type: ignore[call-overload]
+            for chosen_BTK in passes
+        }
+        decode, draft, verify, rest = (
+            point[f"time/{part}_ms"] for part in ("target_decode", "draft", "verify", "overhead")
+        )
+        yield {
+            "model": name,
+            "batch": batch,
+            "context": context,
+            "gamma": gamma,
+            "target_ms": decode,
+            "draft_ms": draft,
+            "verify_ms": verify,
+            "round_ms": point["time/round_ms"],
+            "experts_of_step": touched.get(1),
+            "experts_of_verification": touched.get(gamma + 1),
+            "speedup": decode * omega(gamma, ALPHA) / (gamma * draft + verify + rest),
+            **rates,
+        }
 
-    def note(module: Any, args: tuple[Any, ...]) -> None:
-        tokens, chosen = args[0].shape[0], args[1]
-        seen.append((tokens, chosen.unique().numel() / module.num_experts))
 
-    modules = target.decoder.modules()
-    first = next(m for m in modules if hasattr(m, "num_experts") and hasattr(m, "down_proj"))
-    first.register_forward_pre_hook(note)
-    return seen
+def with_predictions(rows: Sequence[Row]) -> list[Row]:
+    """Return the cells of one model with the times that are predicted of them, each by a machine
+    that the other half of the cells has calibrated.
+    """
+    machine = configured(
+        hardware.CPU,
+        1,
+        max(row["bandwidth"] for row in rows) / 1e9,
+        max(row["rate"] for row in rows) / 1e12,
+        stack=OWN_STACK,
+    )
+    batches = sorted({row["batch"] for row in rows})
+    contexts = sorted({row["context"] for row in rows})
+
+    def half_of(row: Row) -> int:  # of a chessboard: neighbours in batch or context differ
+        return (batches.index(row["batch"]) + contexts.index(row["context"])) % 2
+
+    machines = {}
+    for half in (0, 1):
+        points = [fitted_row(row) for row in rows if half_of(row) == half]
+        calibration = calibrate(points, architecture, {hardware.CPU: machine}, OF_EXPERTS)
+        machines[half] = calibration.machines[hardware.CPU]
+    return [row | times_of(row, machines[1 - half_of(row)]) for row in rows]
+
+
+def fitted_row(row: Row) -> Any:
+    """Return a cell as a row to fit."""
+    point = {"context_len": row["context"], "batch_size": row["batch"], "gamma": row["gamma"]}
+    names = {"target_decode": "target", "draft": "draft", "verify": "verify", "round": "round"}
+    point |= {f"time/{name}_ms": row[f"{ours}_ms"] for name, ours in names.items()}
+    return row_of(row["model"], point | {"element_bytes": 4.0, "weight_bytes": None}, BUDGET)
+
+
+def architecture(name: str) -> Any:
+    """Return the sizes of a model with experts."""
+    return describe(EXPERTS[name].to_dict(), name, "transformers").as_predicted()
+
+
+def times_of(row: Row, machine: Hardware) -> Row:
+    """Return what is predicted of a cell, and by how much it is wrong."""
+    times = round_times(fitted_row(row).setup(architecture, machine), row["gamma"])
+    steps = {"target": times.target, "draft": times.draft, "verify": times.verify}
+    predicted = {step: 1e3 * time.total for step, time in steps.items()}
+    errors = {f"{step}_error": ms / row[f"{step}_ms"] - 1 for step, ms in predicted.items()}
+    return {f"predicted_{step}_ms": ms for step, ms in predicted.items()} | errors
 
 
 def engine(target: Transformer, gamma: int) -> NativeEngine:
@@ -191,7 +248,7 @@ def random_checkpoint(folder: Path) -> Path:
     """Write a Llama with random weights of SmolLM2's sizes."""
     from transformers import AutoModelForCausalLM
 
-    config = LlamaConfig(**SMOLLM2, intermediate_size=1536)
+    config = LlamaConfig(**SMOLLM2)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder
 
@@ -205,32 +262,45 @@ def main() -> None:
     parser.add_argument("--restart", action="store_true", help="forget the cells measured so far")
     parser.add_argument("--smollm2", type=Path, metavar="FOLDER", help="its checkpoint")
     options = parser.parse_args()
-    batches, contexts, repeats = ([1, 8], [1024, 4096], 15)
-    if options.quick:
-        batches, contexts, repeats = [2], [256], 3
     cells = Cells("modules-quick" if options.quick else "modules", options.restart)
     with tempfile.TemporaryDirectory() as scratch:
-        parts: dict[str, Callable[[], Iterator[Row]]] = {
-            "cost": lambda: pairs_of(
-                options.smollm2 or random_checkpoint(Path(scratch)), batches, contexts, repeats
-            )
-        }
-        for name in EXPERTS:
-            parts[name] = lambda name=name: experts_of(name, batches, contexts, repeats)  # type: ignore[misc]
-        for name, measure in parts.items():
-            if name not in cells:
-                cells[name] = [row | {"measured_by": setting()} for row in measure()]
-                cells.save()
-    experts = [row for name in EXPERTS for row in cells[name]]
+        measure(cells, options, Path(scratch))
+    cost = [row for key, rows in cells.items() if key.startswith("cost") for row in rows]
+    experts = []
+    for name in EXPERTS:
+        rows = [row for key, rows in cells.items() if key.startswith(name) for row in rows]
+        experts += with_predictions(rows)
     if options.quick:
-        print(table(cells["cost"], "pass", "batch", "context", "native_ms:.1f", "ratio:.2f"))
-        print(table(experts, "model", "batch", "gamma", "target_ms:.1f", "verify_ms:.1f"))
+        print(table(cost, "pass", "batch", "context", "native_ms:.1f", "ratio:.2f"))
+        times = [
+            f"{step}_{what}" for step in ("target", "verify") for what in ("ms:.1f", "error:.0%")
+        ]
+        print(table(experts, "model", "batch", "context", "gamma", *times))
         return
-    write_csv(RESULTS / "modules-cost.csv", cells["cost"])
+    write_csv(RESULTS / "modules-cost.csv", cost)
     write_csv(RESULTS / "modules-experts.csv", experts)
     with suppress(FileNotFoundError):  # a page has figures: its template becomes one with the first
         (PAGES / "modules.jinja").rename(PAGES / "modules.md")
     write("modules")
+
+
+def measure(cells: Cells, options: argparse.Namespace, scratch: Path) -> None:
+    """Measure the cells that are missing, and keep each when it is measured."""
+    smollm2 = cache(lambda: options.smollm2 or random_checkpoint(scratch))
+    parts: dict[str, Callable[[], Iterator[Row]]] = {}
+    *sizes, repeats = QUICK if options.quick else PAIRED
+    for batch, context in product(*sizes):
+        cell = partial(pairs_at, smollm2, batch, context, repeats)
+        parts[f"cost {batch} x {context}"] = cell
+    *sizes, repeats = QUICK if options.quick else TIMED
+    for name, batch, context in product(EXPERTS, *sizes):
+        cell = partial(experts_at, name, batch, context, repeats)
+        parts[f"{name} {batch} x {context}"] = cell
+    for key, cell in parts.items():
+        if key not in cells:
+            cells[key] = [row | {"measured_by": setting()} for row in cell()]
+            cells.save()
+            print(f"measured {key}", flush=True)
 
 
 if __name__ == "__main__":

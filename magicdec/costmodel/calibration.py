@@ -60,6 +60,11 @@ ON_CPUS = {
     "overlap": Prior(0.01, 1.0, 0.5, 0.3),
     "step_overhead_us": Prior(0.0, 1e5, start=500.0),
 }
+# Of experts that run one after the other, as transformers' modules run them on a CPU.
+OF_EXPERTS = ON_CPUS | {
+    "expert_overhead_us": Prior(0.0, 1e4, start=20.0),
+    "layer_overhead_us": Prior(0.0, 1e5, start=300.0),
+}
 # Of a server, whatever its engine. Its scheduler takes a part of every step. One model does not
 # tell this apart from what its layers take, for which the prior is that of launches that are
 # replayed as a CUDA graph.
@@ -212,6 +217,7 @@ def to_yaml(
     notes = {
         "matmul_half_rows": "not fitted: a tensor core's tile, and nothing on a CPU",
         "overlap": "not fitted",
+        "expert_overhead_us": "not fitted: of models with experts",
         "allreduce_hop_us": "not fitted: the link's, see magicdec/costmodel/hardware.py",
     }
     notes = {key: note for key, note in notes.items() if key not in fitted}

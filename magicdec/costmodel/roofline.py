@@ -103,11 +103,20 @@ def step_time(forward: Pass, hardware: Hardware) -> StepTime:
     model, layers = forward.model, forward.model.num_layers
     message = forward.batch * forward.query_tokens * model.hidden_size * forward.activation_bytes
     times["communication"] = 2 * layers * hardware.allreduce_time(message, forward.ranks)
-    overhead_us = (
-        layers * hardware.efficiency.layer_overhead_us + hardware.efficiency.step_overhead_us
-    )
+    achieved = hardware.efficiency
+    overhead_us = layers * achieved.layer_overhead_us + achieved.step_overhead_us
+    if achieved.expert_overhead_us:
+        of_experts = (m.number * _touched(m, forward) for m in model.matrices if m.experts)
+        overhead_us += achieved.expert_overhead_us * sum(of_experts)
     times["overhead"] = 1e-6 * overhead_us
     return StepTime(**times)
+
+
+def _touched(matrices: Matrices, forward: Pass) -> float:
+    """Return how many of a layer's experts a pass touches."""
+    return forward.routing.touched(
+        matrices.experts, matrices.experts_per_token, forward.batch, forward.query_tokens
+    )
 
 
 def _matmul_times(
@@ -166,9 +175,7 @@ def _matmul(matrices: Matrices, forward: Pass) -> Operator:
     rows = forward.batch * forward.query_tokens
     read = 1.0
     if matrices.experts:
-        read = forward.routing.touched(
-            matrices.experts, matrices.experts_per_token, forward.batch, forward.query_tokens
-        )
+        read = _touched(matrices, forward)
         rows *= matrices.experts_per_token
     activations = rows * (matrices.inputs + matrices.outputs) * forward.activation_bytes
     return Operator(
