@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from magicdec.architectures.layer_facts import TokenMemory
 from magicdec.architectures.model_config import ModelConfig
+from magicdec.costmodel.roofline import operators
 from magicdec.costmodel.round import Setup
 
 
@@ -34,6 +35,13 @@ def _parts(memory: TokenMemory) -> Iterator[str]:
         yield f"{memory.layers} layers {chosen}"
 
 
+def kv_share(setup: Setup) -> float:
+    """Return the share of the KV cache in the bytes that one of the target's steps moves."""
+    ops = operators(setup.target_pass, setup.hardware)
+    moved = sum(op.number * op.bytes for op in ops)
+    return sum(op.number * op.bytes for op in ops if op.reads == "kv") / moved
+
+
 def experts_touched(setup: Setup, tokens: int) -> float | None:
     """Return the share of the experts that a pass of `tokens` tokens per row touches; None without
     experts.
@@ -45,6 +53,13 @@ def experts_touched(setup: Setup, tokens: int) -> float | None:
             )
             return touched / matrices.experts
     return None
+
+
+def differs(setup: Setup) -> bool:
+    """Return whether the target is another case than the paper's: a dense model whose layers all
+    keep an entry of every token.
+    """
+    return bool(growth(setup.target)) or experts_touched(setup, 1) is not None
 
 
 def remarks(setup: Setup, gamma: int) -> list[str]:

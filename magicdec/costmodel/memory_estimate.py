@@ -57,6 +57,7 @@ def memory(setup: Setup, gamma: int, generate_len: int = 0) -> Memory:
         draft_weights = in_layers * setup.draft_weight_bytes
         if draft.needs_model:  # otherwise the rest is the target's own
             draft_weights += (setup.draft_model.num_parameters - in_layers) * setup.weight_bytes
+    draft_kv += rows * _copied_states(setup, gamma)
     for spec, model, shares_target in _draft_caches(setup, gamma, length):
         model = model.shared_by(setup.draft_ranks)
         draft_kv += rows * spec.stored_bytes(model, size, shares_target)
@@ -68,6 +69,20 @@ def memory(setup: Setup, gamma: int, generate_len: int = 0) -> Memory:
         draft_kv=draft_kv,
         transient=transient,
     )
+
+
+def _copied_states(setup: Setup, gamma: int) -> float:
+    """Return the bytes of recurrent states that speculation keeps of a row in addition to the
+    target's: one after each token of a verification, because any of them may be the last accepted,
+    and one of the draft's own.
+    """
+
+    def states(model: ModelConfig, ranks: int) -> float:
+        memories = model.shared_by(ranks).memories
+        return sum(memory.layers * memory.state_bytes for memory in memories)
+
+    own = states(setup.draft_model, setup.draft_ranks) if setup.draft.is_model else 0.0
+    return (gamma + 1) * states(setup.target, setup.ranks) + own
 
 
 def _draft_caches(

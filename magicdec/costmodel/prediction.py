@@ -13,7 +13,7 @@ from typing_extensions import override
 from magicdec.config.omega import omega
 from magicdec.costmodel.acceptance import AlphaEstimate, Curves
 from magicdec.costmodel.confidence import Confidence, case_of, confidence
-from magicdec.costmodel.growth import remarks
+from magicdec.costmodel.growth import kv_share, remarks
 from magicdec.costmodel.memory_estimate import Memory, memory
 from magicdec.costmodel.roofline import arithmetic_intensity
 from magicdec.costmodel.round import RoundTimes, Setup, round_times
@@ -172,6 +172,7 @@ class Prediction:
             "round_ms": 1e3 * times.round_s,
             "memory_gib": self.memory.total / GIB,
             "fits": self.fits,
+            "kv_share": kv_share(self.setup),
             "arithmetic_intensity": arithmetic_intensity(self.setup.target_pass, hardware),
             # Above it, the device is bound by compute.
             "ridge": hardware.device.flops / hardware.device.bandwidth,

@@ -11,9 +11,10 @@ from rich.table import Table
 from magicdec.config.schema import Config, Predict
 from magicdec.costmodel.acceptance import task_of
 from magicdec.costmodel.comparison import published
+from magicdec.costmodel.growth import differs, kv_share
 from magicdec.costmodel.prediction import Prediction, pays_from, verdict
 from magicdec.costmodel.prediction import predict as predict_setup
-from magicdec.costmodel.round import round_times
+from magicdec.costmodel.round import Setup, round_times
 from magicdec.planning.acceptances import assumed_alpha, curves
 from magicdec.planning.resolve import resolve
 from magicdec.planning.resolved import Plan
@@ -23,6 +24,9 @@ from magicdec.tracking.cells import new_table
 from magicdec.tracking.progress import Progress
 from magicdec.tracking.store import Run
 from magicdec.units import GIB
+
+# Of the map that a target has which is not dense, or whose layers do not all grow.
+BATCHES, CONTEXTS = (1, 8, 32, 128, 256), (4096, 16384, 32768, 65536, 131072)
 
 
 def prepare(config: Config) -> Plan:
@@ -70,9 +74,11 @@ def _view(prediction: Prediction, paper: Mapping[str, Any] | None = None) -> Gro
         f"memory per GPU: {held.total / GIB:.1f} of {setup.hardware.device.memory / GIB:.0f} GiB"
     )
     note = f"{setup.hardware.name}: {setup.hardware.note}"
+    shares = [_kv_shares(setup)] if differs(setup) else []
     parts: list[Any] = [
         _gammas(prediction),
         _breakdown(prediction),
+        *shares,
         memory,
         note,
         "",
@@ -125,4 +131,16 @@ def _breakdown(prediction: Prediction) -> Table:
     )
     for name, time in (("T_T", times.target), ("T_D", times.draft), ("T_V", times.verify)):
         table.add_row(name, *(f"{1e3 * part:.2f}" for part in time))
+    return table
+
+
+def _kv_shares(setup: Setup) -> Table:
+    """Return the share of the KV cache in what a step reads, which is what a sparse draft saves."""
+    longest = setup.target.max_position_embeddings
+    contexts = [context for context in CONTEXTS if context <= longest]
+    title = "share of the KV cache in the bytes of a step, by batch and context"
+    table = new_table("batch", *(f"{context:,}" for context in contexts), title=title)
+    for batch in BATCHES:
+        setups = [setup.at(batch=batch, context=context) for context in contexts]
+        table.add_row(str(batch), *(f"{kv_share(each):.0%}" for each in setups))
     return table

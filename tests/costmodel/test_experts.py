@@ -1,17 +1,22 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from magicdec.config.load import compose
+from magicdec.costmodel.growth import differs, kv_share
 from magicdec.costmodel.hardware import hardware_named
+from magicdec.costmodel.memory_estimate import memory
 from magicdec.costmodel.prediction import predict, verdict
 from magicdec.costmodel.roofline import Pass, operators
 from magicdec.costmodel.routing import UNIFORM, Routing, recorded
 from magicdec.models.description import describe
 from magicdec.planning.resolve import resolve
 from magicdec.planning.setup import setup_of
+from magicdec.scenarios.predict import _view
 
 TARGETS = Path(__file__).parents[2] / "conf" / "target"
 # The share of a step's bytes that its KV cache is, at 32 x 32,768, by a count of others: of weights
@@ -94,3 +99,46 @@ def test_a_verdict_says_what_grows_and_which_experts_are_touched():
 
 def test_a_dense_target_has_no_such_remarks():
     assert "grow the entries" not in verdict(predicted("llama-3.1-8b"))
+
+
+def test_a_memory_estimate_counts_copies_of_recurrent_states():
+    """A verification of gamma + 1 tokens keeps a state after each, and the draft has its own."""
+    prediction = predicted("qwen3.5-27b")
+    setup = prediction.setup
+    states = sum(memory.layers * memory.state_bytes for memory in setup.target.memories)
+    assert states > 0
+    grown = memory(setup, 5).draft_kv - memory(setup, 2).draft_kv
+    slots = setup.target.kv_elements_per_token * setup.element_bytes
+    assert grown == pytest.approx(setup.batch * 3 * (states + slots))
+    without = sum(m.stored_bytes(0, 2) for m in setup.target.memories)
+    assert memory(setup, 2).draft_kv > setup.batch * (3 + 1) * without
+
+
+def test_a_touched_expert_costs_its_overhead():
+    setup = predicted("qwen3-30b-a3b").setup
+    efficiency = replace(setup.hardware.efficiency, expert_overhead_us=2.0)
+    slower = setup.at(hardware=replace(setup.hardware, efficiency=efficiency))
+    kinds = [each for each in setup.target.matrices if each.experts]
+    touched = sum(
+        each.number * UNIFORM.touched(each.experts, each.experts_per_token, setup.batch, 1)
+        for each in kinds
+    )
+    added = slower.target_time.total - setup.target_time.total
+    assert added == pytest.approx(2e-6 * touched)
+
+
+@pytest.mark.parametrize(
+    ("target", "is_shown"),
+    [("qwen3-30b-a3b", True), ("qwen3.5-27b", True), ("llama-3.1-8b", False)],
+)
+def test_a_prediction_maps_the_share_of_the_kv_cache(target, is_shown):
+    prediction = predicted(target)
+    assert differs(prediction.setup) is is_shown
+    console = Console(width=100)
+    with console.capture() as shown:
+        console.print(_view(prediction))
+    words = " ".join(shown.get().split())
+    assert ("share of the KV cache in the bytes of a step" in words) is is_shown
+    share = kv_share(prediction.setup.at(batch=32, context=32768))
+    assert share == pytest.approx(SHARES[target], abs=0.02)
+    assert prediction.metrics()["predicted/kv_share"] == kv_share(prediction.setup)
