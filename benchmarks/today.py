@@ -16,10 +16,9 @@ from page import RESULTS, ROOT
 from render import Row, write, write_csv
 
 from magicdec.architectures.model_config import ModelConfig
-from magicdec.costmodel.growth import experts_touched
+from magicdec.costmodel.growth import experts_touched, kv_share
 from magicdec.costmodel.hardware import hardware_named
 from magicdec.costmodel.prediction import Prediction, predict
-from magicdec.costmodel.roofline import operators
 from magicdec.costmodel.round import Setup
 from magicdec.models.description import describe
 
@@ -31,7 +30,7 @@ TARGETS = (
     "qwen3.5-27b",
     "deepseek-v3",
 )
-MACHINES = ("h100", "8xh100")
+MACHINES = ("h100", "8xh100", "8xh200")
 BATCHES, CONTEXTS = (1, 8, 32, 128, 256), (4096, 16384, 32768, 65536, 131072)
 STACK, ALPHA, GAMMAS = "vllm", 0.8, range(1, 9)
 FIXED_GAMMA = 3  # of the verification whose time is shown
@@ -60,17 +59,17 @@ def cells() -> Iterator[Row]:
 def row_of(target: str, prediction: Prediction) -> Row:
     """Return what the page shows of a prediction."""
     setup, best = prediction.setup, prediction.best
-    ops = operators(setup.target_pass, setup.hardware)
-    moved = sum(op.number * op.bytes for op in ops)
     verify = prediction.by_gamma[GAMMAS.index(FIXED_GAMMA)].times.verify.total
     return {
         "target": target,
         "machine": setup.hardware.name,
         "batch": setup.batch,
         "context": setup.context,
-        "kv_share": sum(op.number * op.bytes for op in ops if op.reads == "kv") / moved,
+        "kv_share": kv_share(setup),
         "speedup": best.speedup,
         "gamma": best.gamma,
+        # As the page's maps show it: in brackets where memory does not hold the cell.
+        "shown_gamma": str(best.gamma) if prediction.fits else f"({best.gamma})",
         "step_ms": 1e3 * setup.target_time.total,
         "verify_over_step": verify / setup.target_time.total,
         "experts_of_step": experts_touched(setup, 1),
