@@ -27,7 +27,8 @@ def layer_lines(decoder: Decoder, outputs: list[list[int]], most: int) -> list[d
     line for each layer with experts: see `line_of`, with windows of up to `most` tokens.
     """
     target = decoder.target.plain() if decoder.target.is_compiled else decoder.target
-    experts, num_tokens = target.experts(), min(RECORDED, *map(len, outputs))
+    experts: list[Any] = target.experts()
+    num_tokens = min(RECORDED, *map(len, outputs))
     if not experts or num_tokens < 2:
         return []
     tokens_BT = torch.tensor([row[:num_tokens] for row in outputs], device=decoder.device)
