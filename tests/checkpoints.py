@@ -23,8 +23,11 @@ from transformers import (
     Phi3Config,
     PreTrainedModel,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 from magicdec.architectures.modules_config import ModulesConfig
@@ -132,18 +135,38 @@ MODULES: dict[str, tuple[type, dict[str, Any]]] = {
     "llama-modules": (LlamaConfig, {"head_dim": 16}),
 }
 
+LINEAR, ATTENTION = "linear_attention", "full_attention"
+DELTA_RULE = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "head_dim": 16}
+DELTA_RULE |= {"linear_key_head_dim": 8, "linear_value_head_dim": 12, "num_hidden_layers": 4}
+ROUTED = EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 32}
+# Families with recurrent layers, in different orders.
+HYBRIDS: dict[str, tuple[type, dict[str, Any]]] = {
+    "qwen3-next": (
+        Qwen3NextConfig,
+        DELTA_RULE | ROUTED | {"layer_types": [LINEAR, LINEAR, ATTENTION, LINEAR]},
+    ),
+    "qwen3.5": (
+        Qwen3_5TextConfig,
+        DELTA_RULE | {"layer_types": [LINEAR, ATTENTION, LINEAR, ATTENTION]},
+    ),
+    "qwen3.5-moe": (
+        Qwen3_5MoeTextConfig,
+        DELTA_RULE | ROUTED | {"layer_types": [ATTENTION, LINEAR, ATTENTION, LINEAR]},
+    ),
+}
+
 
 def make_checkpoint(
     folder: Path, family: str = "llama", sharded: bool = False, seed: int = 0, **overrides: Any
 ) -> Path:
-    """Save a random checkpoint of `family` (a key of FAMILIES or of MODULES) in `folder`, which is
-    returned.
+    """Save a random checkpoint of `family` (a key of FAMILIES, MODULES or HYBRIDS) in `folder`,
+    which is returned.
 
     `overrides` are keys of the Hugging Face config. Every weight is random, norms and biases
     included, and large enough that logits differ clearly; `sharded` splits it over several files
     and an index.
     """
-    config_class, settings = (FAMILIES | MODULES)[family]
+    config_class, settings = (FAMILIES | MODULES | HYBRIDS)[family]
     config = config_class(**(SIZES | settings | overrides))
     generator = torch.Generator().manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config)

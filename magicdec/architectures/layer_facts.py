@@ -3,7 +3,7 @@ of earlier tokens. Torch-free.
 """
 
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -95,3 +95,26 @@ class TokenMemory:
             scores=self.scores // ranks,
             state_bytes=self.state_bytes // ranks,
         )
+
+
+@dataclass(frozen=True, config=STRICT)
+class Recurrence:
+    """The layers with a gated delta rule, and the sizes of their states: the columns that a
+    convolution of `conv_width` tokens reads of earlier ones, and a matrix per head.
+
+    `rollback` says how a verification is taken back (magicdec/models/states.py).
+    """
+
+    layers: tuple[Number, ...]
+    conv_features: Number
+    conv_width: Number
+    heads: Number
+    key_dim: Number
+    value_dim: Number
+    rollback: Literal["keep", "replay"] = "replay"
+
+    def state_bytes(self, element_bytes: float) -> float:
+        """Return the bytes of a sequence in all layers; matrices are in fp32."""
+        columns = self.conv_features * (self.conv_width - 1) * element_bytes
+        matrices = self.heads * self.key_dim * self.value_dim * 4
+        return len(self.layers) * (columns + matrices)

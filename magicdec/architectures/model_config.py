@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic.dataclasses import dataclass
 
-from magicdec.architectures.layer_facts import Matrices, TokenMemory
+from magicdec.architectures.layer_facts import Matrices, Recurrence, TokenMemory
 from magicdec.errors import Unsupported, UserError
 from magicdec.inputs.rules import STRICT, number, whole
 
@@ -112,6 +112,23 @@ class ModelConfig:
     def implementation(self) -> Implementation:
         """Return who runs the model: see modules_config.py for others than ours."""
         return "native"
+
+    @property
+    def recurrence(self) -> Recurrence | None:
+        """Return the layers that keep states instead of entries; None: there are none."""
+        return None
+
+    def of_entries(self) -> "ModelConfig":
+        """Return the layers that have entries alone, as a cache has them."""
+        return self
+
+    def has_entries(self, layer: int) -> bool:
+        """Return whether a layer has entries."""
+        return True
+
+    def entry_place(self, layer: int) -> int:
+        """Return the place of a layer among those that have entries."""
+        return layer
 
     @property
     def attention_needs(self) -> tuple[str, ...]:

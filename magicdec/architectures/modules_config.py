@@ -9,7 +9,7 @@ from typing import cast
 from pydantic.dataclasses import dataclass
 from typing_extensions import override
 
-from magicdec.architectures.layer_facts import Matrices, Number, TokenMemory
+from magicdec.architectures.layer_facts import Matrices, Number, Recurrence, TokenMemory
 from magicdec.architectures.model_config import Implementation, Layer, ModelConfig, Tokens
 from magicdec.errors import UserError
 from magicdec.inputs.rules import STRICT, Count
@@ -46,6 +46,9 @@ class ModulesConfig(ModelConfig):
     num_experts: Number = 0
     experts_per_token: Number = 0
     weightings: tuple[str, ...] = ()  # of SINKS and SOFTCAP
+    recurrence: Recurrence | None = None
+    # With a recurrence: those that have entries. In the sizes of a cache, these are all layers.
+    entry_layers: tuple[Layer, ...] = ()
     mtp: MtpFacts | None = None  # not counted in `parameters`
     # Rotary frequencies that depend on the length: above it the long table is taken, see docs.
     long_rope_from: Tokens | None = None
@@ -59,6 +62,39 @@ class ModulesConfig(ModelConfig):
     @override
     def implementation(self) -> Implementation:
         return "transformers"
+
+    @override
+    def of_entries(self) -> "ModulesConfig":
+        if self.recurrence is None or len(self.entry_layers) == self.num_layers:
+            return self
+        sliding = tuple(self.entry_place(layer) for layer in self.sliding_layers)
+        return replace(self, num_layers=len(self.entry_layers), sliding_layers=sliding)
+
+    @override
+    def has_entries(self, layer: int) -> bool:
+        return self.recurrence is None or layer in self.entry_layers
+
+    @override
+    def entry_place(self, layer: int) -> int:
+        return layer if self.recurrence is None else self.entry_layers.index(layer)
+
+    @override
+    def layers(self, start: int, end: int) -> ModelConfig:
+        part = super().layers(start, end)
+        if self.recurrence is None:
+            return part
+        if len(self.entry_layers) == self.num_layers:  # in a cache
+            return replace(cast(ModulesConfig, part), recurrence=None, entry_layers=())
+        entries, states = (
+            tuple(layer - start for layer in kind if start <= layer < end)
+            for kind in (self.entry_layers, self.recurrence.layers)
+        )
+        recurrence = replace(self.recurrence, layers=states) if states else None
+        return replace(
+            cast(ModulesConfig, part),
+            recurrence=recurrence,
+            entry_layers=entries if recurrence else (),
+        )
 
     @property
     @override
@@ -108,15 +144,19 @@ class ModulesConfig(ModelConfig):
         layers are padded to the widest.
         """
         if not self.compact:
-            return super().kv_elements_per_token
+            layers = self.of_entries().num_layers
+            return 2 * layers * self.num_kv_heads * self.head_dim
         grown = (memory for memory in self.memories if memory.entry)
         return sum(memory.layers * (memory.entry + memory.index_entry) for memory in grown)
 
     @override
     def kept_bytes(self, num_tokens: int, element_bytes: float) -> float:
-        """Return the bytes that all layers keep of a sequence; caches of ours hold every token."""
+        """Return the bytes that all layers keep of a sequence; caches of ours hold every token, and
+        recurrent states a second time, as they were behind the prompt.
+        """
         if not self.compact:
-            return super().kept_bytes(num_tokens, element_bytes)
+            states = self.recurrence.state_bytes(element_bytes) if self.recurrence else 0.0
+            return super().kept_bytes(num_tokens, element_bytes) + 2 * states
         return sum(memory.stored_bytes(num_tokens, element_bytes) for memory in self.memories)
 
     @override
@@ -173,6 +213,8 @@ class MtpModulesConfig(ModulesConfig):
             "expert_parameters": target.mtp.expert_parameters,
             "sliding_layers": target.mtp.sliding_layers,
             "remarks": (),
+            "recurrence": None,
+            "entry_layers": (),
             "counted_matrices": target.mtp.matrices,
             "counted_memories": target.mtp.memories,
         }

@@ -26,7 +26,7 @@ class H2O(CacheConfig):
     """The entries with the most attention so far, and recent tokens."""
 
     policy: str = "h2o"
-    compact = True
+    compact = replays = True
     selects, scores = "prefill", "step"
 
     @override

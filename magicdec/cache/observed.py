@@ -20,8 +20,9 @@ class ObservedCache(KVCache):
 
     def __init__(self, source: KVCache, num_layers: int | None = None):
         """Record the first `num_layers` layers; None: all."""
+        k_LBKSD = source.k_LBKSD
         super().__init__(
-            source.config, source.num_rows, 0, source.k_LBKSD.dtype, source.k_LBKSD.device
+            source.config, source.num_rows, 0, k_LBKSD.dtype, k_LBKSD.device, source.states
         )
         self.k_LBKSD, self.v_LBKSD = source.k_LBKSD, source.v_LBKSD
         self.seqlens_B = source.seqlens_B

@@ -51,6 +51,8 @@ class CacheConfig:
     quantized: ClassVar[bool] = False  # a draft step reads codes
     selects: ClassVar[Selects] = "never"  # when it selects entries by their attention
     scores: ClassVar[Scores] = "never"  # what computes the attention of every entry in a round
+    # Scores the context by its last tokens, which run again: recurrent layers cannot.
+    replays: ClassVar[bool] = False
     # Works on the target's own cache, so no independent draft can use it.
     needs_target: ClassVar[bool] = False
     # Positions stay within the draft's trained context, however long the text.
@@ -186,6 +188,8 @@ class CacheSpec:
         if self.cache.compact and model.sliding_window:
             per_slot += model.num_kv_heads * INT32
         entries = sum(self.slots(model.num_layers, shares_target)) * per_slot
+        if model.recurrence is not None:
+            entries += model.recurrence.state_bytes(element_bytes)
         return entries + self.cache.extra_bytes(self, model, element_bytes)
 
 
@@ -203,6 +207,8 @@ class ModelChoice:
     weights: Literal["checkpoint", "random"] = "checkpoint"
     # Our own transformer, transformers' modules, or auto: ours where it covers the model.
     implementation: Literal["auto", "native", "transformers"] = "auto"
+    # How recurrent layers take back what a verification rejects (docs/models.md).
+    rollback: Literal["auto", "keep", "replay"] = "auto"
     architecture: ModelConfig | None = None
     # The file that `architecture` names, where transformers' modules have to say what it describes.
     config_file: str | None = None

@@ -57,7 +57,7 @@ def prefill(
         if progress is not None:
             progress(num_new)
     if not isinstance(cache, DraftCache):
-        cache.rollback(lengths_B)
+        cache.mark(lengths_B)
     assert last_BE is not None
     return last_BE
 

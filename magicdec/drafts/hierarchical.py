@@ -148,6 +148,7 @@ class HierarchicalDraft(SelfDraft):
     @override
     def propose(self, state: State, gamma: int) -> Proposal:
         """Run inner rounds behind the committed tokens, which stay as they are."""
+        self.cache.follow(self.entries)
         written = self._behind(state, gamma)
         q_BGV = self._no_distributions(state, gamma)
         for number in range(self.rounds(gamma)):
@@ -155,7 +156,9 @@ class HierarchicalDraft(SelfDraft):
             propose = self.inner.propose if number else self.inner.propose_first
             guess = propose(written, self.inner_gamma)
             tokens_BT = torch.cat((written.recent_BT(1), guess.tokens_BG), dim=1)
-            logits_BTV = self.model.logits(self.model(tokens_BT, self.cache))
+            with self.cache.tentative():
+                hidden_BTE = self.model(tokens_BT, self.cache)
+            logits_BTV = self.model.logits(hidden_BTE)
             written.inspect(logits_BTV, DRAFT)
             verdict = self._accept(guess, logits_BTV, written)
             if q_BGV is not None:

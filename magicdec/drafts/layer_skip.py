@@ -41,6 +41,11 @@ class LayerSkip(DraftConfig):
                 f" {target.num_layers} layers"
             )
             raise UserError(f"draft.num_layers={self.num_layers}: {valid}")
+        if not any(target.has_entries(layer) for layer in range(self.num_layers)):
+            raise UserError(
+                f"draft.num_layers={self.num_layers}: the target's first layers are recurrent, and"
+                " one of the draft's must have attention; choose more"
+            )
 
 
 @DRAFTS.register(LayerSkip)
@@ -53,5 +58,5 @@ class LayerSkipDraft(SelfDraft):
         """Share weights and entries with the target."""
         assert isinstance(spec.draft, LayerSkip)
         model = (spec.model or spec.target).first_layers(spec.draft.num_layers)
-        entries = spec.target_cache.view(0, spec.draft.num_layers)
+        entries = spec.target_cache.view(0, model.config.of_entries().num_layers)
         return cls(model, spec.new_cache(model, entries), entries, spec)

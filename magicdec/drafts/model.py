@@ -73,8 +73,7 @@ class IndependentDraft(ModelDraft):
         be alike.
         """
         cache = self.cache.for_prefill(self.chunk)
-        cache.k_LBKSD.normal_()
-        cache.v_LBKSD.normal_()
+        cache.simulate()
         cache.set_length(self._lengths_B(state))
         self.cache.adopt(cache, self._scores(cache, state, lambda _: None))
 

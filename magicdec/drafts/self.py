@@ -11,7 +11,7 @@ from magicdec.config.choices import DraftConfig
 from magicdec.config.registry import DRAFTS
 from magicdec.decoding.prefill import Advance
 from magicdec.decoding.state import State
-from magicdec.drafts.base import DraftSpec, ModelDraft
+from magicdec.drafts.base import DraftSpec, ModelDraft, Proposal
 from magicdec.inputs.rules import STRICT
 from magicdec.models.kv_cache import KVCache
 from magicdec.models.transformer import Transformer
@@ -50,6 +50,12 @@ class SelfDraft(ModelDraft):
     def prefill(self, state: State, progress: Advance | None = None) -> None:
         """Select from what the target has computed."""
         self.select(state, progress)
+
+    @override
+    def propose(self, state: State, gamma: int) -> Proposal:
+        """Propose behind what the target has seen; its recurrent states are not changed."""
+        self.cache.follow(self.entries)
+        return super().propose(state, gamma)
 
     @override
     def commit(self, count_B: Tensor, gamma: int) -> None:

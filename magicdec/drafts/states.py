@@ -117,8 +117,7 @@ class StatesDraft(ModelDraft):
 
     @override
     def simulate_prefill(self, state: State) -> None:
-        self.entries.k_LBKSD.normal_()
-        self.entries.v_LBKSD.normal_()
+        self.entries.simulate()
         self.prefill(state)
 
     @override

@@ -15,7 +15,8 @@ from magicdec.decoding.state import TARGET, State
 from magicdec.decoding.timers import Clock, Stopwatch
 from magicdec.drafts.base import Draft, Proposal
 from magicdec.engine.graphs import Captures, Cycle, Step
-from magicdec.models.kv_cache import KVCache, active_rows, among, resting
+from magicdec.models.kv_cache import KVCache, resting
+from magicdec.models.rows import active_rows, among
 from magicdec.models.taps import Taps
 from magicdec.models.transformer import Transformer, compile_parts
 from magicdec.verification.accept import Verdict, accept_greedy, accept_sampled, accept_synthetic
@@ -90,7 +91,7 @@ class Decoder:
         """
         state, listener = self.state, self.listener
         with Stopwatch(self.device) as watch:
-            self.cache.rollback(torch.zeros_like(state.prompt_len_B))
+            self.cache.clear()
             self.last_BE = prefill(
                 self.target,
                 self.cache,
@@ -128,14 +129,13 @@ class Decoder:
         """
         longest = self.state.max_prompt_len
         for width in {min(chunk, longest), longest % chunk} - {0}:
-            self.cache.rollback(torch.zeros_like(self.state.prompt_len_B))
+            self.cache.clear()
             self.target(self.state.tokens_BS[:, :width], self.cache)
 
     def simulate_prefill(self) -> None:
         """Put the batch where `prefill` would leave it, over random entries: for timing only."""
         self.is_simulated = True
-        self.cache.k_LBKSD.normal_()
-        self.cache.v_LBKSD.normal_()
+        self.cache.simulate()
         self.first_tokens_B = torch.zeros_like(self.state.prompt_len_B, dtype=torch.int64)
 
     @torch.inference_mode()
@@ -182,7 +182,9 @@ class Decoder:
         logits a row.
         """
         tokens_BT = torch.cat((self.state.recent_BT(1), proposal.tokens_BG), dim=1)
-        logits_BTV = self._logits(self.target(tokens_BT, cache, taps))
+        with cache.tentative():
+            hidden_BTE = self.target(tokens_BT, cache, taps)
+        logits_BTV = self._logits(hidden_BTE)
         self.state.inspect(logits_BTV, TARGET)
         return logits_BTV
 

@@ -13,8 +13,10 @@ Two passes, which together take about a thirteenth of the time of a prefill:
 - In all layers, one token of every `stride`. Rows are sampled at different places, so that as many
   rows as a stride has tokens cover every place.
 
+A target with recurrent layers is checked in another way (recurrent_prompts.py).
+
 B rows, T tokens that are computed again, S slots, L layers, K KV heads, H query heads, D head dim,
-E hidden size, N numbers of a vector, I strides.
+E hidden size, I strides.
 """
 
 from collections.abc import Iterator
@@ -29,6 +31,8 @@ from magicdec.attention.base import Attention
 from magicdec.attention.sdpa import attend_by_turns, attend_explicitly
 from magicdec.decoding.timers import Stopwatch
 from magicdec.engine.decoder import Decoder
+from magicdec.engine.entry_error import relative_error
+from magicdec.engine.recurrent_prompts import errors_of_rows, rehearse_row
 from magicdec.models.kv_cache import KVCache, Place
 from magicdec.models.transformer import Transformer
 
@@ -76,7 +80,8 @@ class PassPart(NamedTuple):
 def check_prompts(decoder: Decoder, seed: int = 0) -> PromptCheck:
     """Compute entries of the prefilled prompts again, and compare. The seed chooses the tokens."""
     with Stopwatch(decoder.device) as watch:
-        error_BS, checked_BS = errors(decoder, seed)
+        compute = errors if decoder.cache.states is None else errors_of_rows
+        error_BS, checked_BS = compute(decoder, seed)
         wrong, largest = (
             int((error_BS > MAX_ERROR[decoder.target.dtype]).sum()),
             float(error_BS.max()),
@@ -130,6 +135,9 @@ def rehearse(decoder: Decoder, longest: int) -> None:
     """Run passes that take as much memory as any over prompts of up to `longest` tokens, to
     estimate that.
     """
+    if decoder.cache.states is not None:
+        rehearse_row(decoder)
+        return
     model, last_B1 = decoder.target.plain(), decoder.state.prompt_len_B.long()[:, None]
     sizes = (
         (first_error_of, FIRST_AT_ONCE, FIRST_AT_ONCE),
@@ -177,17 +185,6 @@ def _passes(
             yield PassPart(
                 rows, place_BT[rows, start : start + num_new], (start + num_new) * stride
             )
-
-
-def relative_error(got: Tensor, expected: Tensor) -> Tensor:
-    """Return the distance of vectors (B, T, N) as a share of their size, or of the usual size among
-    the T if that is larger; infinite where it is not a number.
-    """
-    got, expected = got.float(), expected.float()
-    size = got.norm(dim=-1)
-    usual = size.square().mean(-1, keepdim=True).sqrt()
-    error = (got - expected).norm(dim=-1) / size.maximum(usual)
-    return error.nan_to_num(nan=torch.inf)
 
 
 class Recomputed(KVCache):

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
+from magicdec.architectures.model_config import ModelConfig
 from magicdec.attention.base import Shape
 from magicdec.attention.sdpa import SdpaAttention, SdpaPlan
 from magicdec.engine.native import NativeEngine
@@ -64,8 +65,9 @@ def footprint(
         for parameter in model.parameters()
         for tensor in stored(parameter)
     ]
+    layers = _layers_run(engine.target.config)
     for model in models:
-        model.keep_layers(LAYERS)
+        model.keep_layers(layers)
     scored = [
         model.attention.scored_tokens(1, model.dtype, model.config.head_dim) for model in models
     ]
@@ -77,7 +79,7 @@ def footprint(
         decoder, draft = batch.decoder, batch.draft
         if draft is not None and draft.taps is not None:
             behind = engine.target.config.num_layers + 1  # the tap of what the last norm returns
-            kept = [min(layer, LAYERS + (layer == behind)) for layer in draft.taps.layers]
+            kept = [min(layer, layers + (layer == behind)) for layer in draft.taps.layers]
             draft.taps = Taps(tuple(kept))
         if prefills:
             decoder.prefill(engine.prefill_chunk)
@@ -99,6 +101,11 @@ def footprint(
             rehearse(decoder, context_len)
             score_tokens(decoder, decoder.state.tokens_BS[:, : min(new_tokens, chunk_len(decoder))])
     return Footprint(allocations.peak, allocations.most_of_rounds)
+
+
+def _layers_run(config: ModelConfig) -> int:
+    """Return how many layers run, of which one at least has attention."""
+    return max(LAYERS, next(n for n in range(config.num_layers) if config.has_entries(n)) + 1)
 
 
 def stored(parameter: Tensor) -> list[Tensor]:

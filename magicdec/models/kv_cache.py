@@ -6,7 +6,7 @@ addresses are static, so that a round over a cache can be captured as a graph.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from magicdec.architectures.model_config import ModelConfig
 from magicdec.attention.base import Attention, Shape
 from magicdec.attention.codes import Coded
+from magicdec.models.states import States, new_states
 
 
 def copy_row(target: Any, source: Any, row: int) -> None:
@@ -65,10 +66,14 @@ class KVCache:
         capacity: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        states: States | None = None,
     ):
-        """Allocate `capacity` slots for each of `num_rows` rows."""
+        """Allocate `capacity` slots for each of `num_rows` rows, in the layers that have entries.
+
+        `states` are those of recurrent layers: by default new ones where the model has such layers.
+        """
+        self.config = config = config.of_entries()
         shape = (config.num_layers, num_rows, config.num_kv_heads, capacity, config.head_dim)
-        self.config = config
         self.k_LBKSD = torch.zeros(shape, dtype=dtype, device=device)
         self.v_LBKSD = torch.zeros(shape, dtype=dtype, device=device)
         self.seqlens_B = torch.zeros(num_rows, dtype=torch.int32, device=device)
@@ -76,15 +81,21 @@ class KVCache:
         # How many of a pass's new tokens each row has, the others being padding; None: all.
         self.count_B: Tensor | None = None
         self._rows_B1 = torch.arange(num_rows, device=device)[:, None]
+        if states is None and config.recurrence is not None:
+            states = new_states(config.recurrence, num_rows, dtype, device)
+        self.states = states
 
     def view(self, start: int, end: int) -> "KVCache":
-        """Return a cache of layers [start, end) that shares their entries and the lengths."""
+        """Return a cache of layers [start, end), of those with entries, that shares their entries,
+        the lengths and all recurrent states.
+        """
         part = KVCache(
             self.config.layers(start, end),
             self.num_rows,
             0,
             self.k_LBKSD.dtype,
             self.k_LBKSD.device,
+            self.states,
         )
         part.k_LBKSD, part.v_LBKSD = self.k_LBKSD[start:end], self.v_LBKSD[start:end]
         part.seqlens_B, part.resting_B = self.seqlens_B, self.resting_B
@@ -92,10 +103,15 @@ class KVCache:
 
     def resized(self, capacity: int) -> "KVCache":
         """Return a copy with `capacity` slots a row, which may be fewer: valid ones must not be
-        left out.
+        left out. Recurrent states are shared, not copied.
         """
         other = KVCache(
-            self.config, self.num_rows, capacity, self.k_LBKSD.dtype, self.k_LBKSD.device
+            self.config,
+            self.num_rows,
+            capacity,
+            self.k_LBKSD.dtype,
+            self.k_LBKSD.device,
+            self.states,
         )
         kept = min(capacity, self.capacity)
         other.k_LBKSD[..., :kept, :] = self.k_LBKSD[..., :kept, :]
@@ -108,6 +124,8 @@ class KVCache:
         itself.
         """
         copy_row(self, source, row)
+        if self.states is not None:
+            copy_row(self.states, source.states, row)
 
     def clear_row(self, row: int) -> None:
         """Empty a row, so that it reads next to nothing."""
@@ -125,9 +143,10 @@ class KVCache:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of keys, values and all else in `per_row` but lengths."""
+        """The bytes of keys, values, recurrent states and all else in `per_row` but lengths."""
         tensors = (getattr(self, name) for name in self.per_row)
-        return sum(x.nbytes for x in tensors if x is not None and x.dim() > 1)
+        of_states = 0 if self.states is None else self.states.num_bytes
+        return of_states + sum(x.nbytes for x in tensors if x is not None and x.dim() > 1)
 
     def slots_BT(self, num_new: int) -> Tensor:
         """Return the slots that the next `num_new` tokens go to (int64)."""
@@ -193,32 +212,52 @@ class KVCache:
     def advance(self, num_new: int) -> None:
         """Count `num_new` appended tokens of every row as valid."""
         self.seqlens_B += num_new
+        if self.states is not None:
+            self.states.end_pass()
+
+    def clear(self) -> None:
+        """Empty all rows."""
+        self.seqlens_B.zero_()
+        if self.states is not None:
+            self.states.clear()
+
+    def mark(self, lengths_B: Tensor) -> None:
+        """Drop everything behind the prompts, of `lengths_B` tokens. `rollback` returns there."""
+        self.seqlens_B.copy_(lengths_B)
+        if self.states is not None:
+            self.states.mark()
 
     def rollback(self, lengths_B: Tensor) -> None:
-        """Drop everything behind the first `lengths_B` tokens of each row."""
+        """Drop everything behind the first `lengths_B` tokens of each row. Recurrent states return
+        to where `mark` was called: `lengths_B` must be the lengths there.
+        """
         self.seqlens_B.copy_(lengths_B)
+        if self.states is not None:
+            self.states.return_to_mark()
 
     def commit(self, num_appended: int, count_B: Tensor) -> None:
         """Keep the first `count_B` of the last `num_appended` tokens appended to every row."""
         self.seqlens_B += count_B - num_appended
+        if self.states is not None:
+            self.states.commit(num_appended, count_B)
 
+    def simulate(self) -> None:
+        """Fill it with random entries and states, for timing only."""
+        self.k_LBKSD.normal_()
+        self.v_LBKSD.normal_()
+        if self.states is not None:
+            self.states.simulate()
 
-def active_rows(resting_B: Tensor | None) -> Tensor | None:
-    """Return the indices of the rows that do not rest; None where none rests, and beyond CPUs,
-    where shapes are static.
-    """
-    if resting_B is None or resting_B.device.type != "cpu" or not bool(resting_B.any()):
-        return None
-    return (~resting_B).nonzero()[:, 0]
+    def follow(self, target: "KVCache") -> None:
+        """Begin the next pass with the recurrent states of another cache, which stay as they
+        are.
+        """
+        if self.states is not None:
+            self.states.source = target.states
 
-
-def among(rows: Tensor | None, x_M: Tensor, num_rows: int) -> Tensor:
-    """Return a tensor of `num_rows` rows, 0 but for `rows`, which are those of `x_M`; `x_M` itself
-    if that is None.
-    """
-    return (
-        x_M if rows is None else x_M.new_zeros(num_rows, *x_M.shape[1:]).index_copy_(0, rows, x_M)
-    )
+    def tentative(self) -> AbstractContextManager[None]:
+        """Return a context for a pass of which a `commit` keeps a part."""
+        return nullcontext() if self.states is None else self.states.tentative()
 
 
 @contextmanager

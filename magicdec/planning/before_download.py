@@ -2,7 +2,7 @@
 --model`.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import torch
 
@@ -33,8 +33,8 @@ def examine(
     yield "implementation", _implementation(config)
     yield "attention", _attention(config, device, dtype)
     yield from (("remark", remark) for remark in config.remarks_on(config.max_position_embeddings))
-    yield "drafts", f"{_those(DRAFTS)}; draft=model with any target of the same vocabulary"
-    yield "cache policies", _those(POLICIES)
+    yield "drafts", f"{', '.join(DRAFTS)}; draft=model with any target of the same vocabulary"
+    yield "cache policies", ", ".join(_policies(config))
     yield from (("refused", refused) for refused in _refused(config))
     yield from _growth(predicted)
     yield from _sizes(config, device, dtype)
@@ -63,8 +63,11 @@ def _attention(config: ModelConfig, device: torch.device, dtype: torch.dtype) ->
     return f"{name}, head dim {config.head_dim}{windows}{needs}"
 
 
-def _those(names: Iterable[str]) -> str:
-    return ", ".join(names)
+def _policies(config: ModelConfig) -> list[str]:
+    """Return the policies over which a target drafts for itself."""
+    return [
+        name for name in POLICIES if config.recurrence is None or not POLICIES[name].facts.replays
+    ]
 
 
 def _refused(config: ModelConfig) -> Iterator[str]:
@@ -72,6 +75,10 @@ def _refused(config: ModelConfig) -> Iterator[str]:
     if isinstance(config, ModulesConfig):
         yield "hardware.tensor_parallel above 1: its modules run on one device"
         yield "draft.quantization with draft=self: codes replace layers of our own transformer"
+    if config.recurrence is not None:
+        others = ", ".join(name for name in POLICIES if name not in _policies(config))
+        yield f"cache={others} with draft=self: recurrent layers cannot run the last tokens again"
+        yield "draft.model: a draft of its own cannot take back the states of rejected tokens"
     longest = config.max_position_embeddings
     yield f"batch.context_len + batch.generate_len above {longest:,}: its trained context"
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from magicdec.architectures.model_config import ModelConfig
+from magicdec.architectures.modules_config import ModulesConfig
 from magicdec.config.choices import ModelChoice
 from magicdec.costmodel.targets import folder_name, from_values, is_own_path, option, options
 from magicdec.errors import UserError
@@ -74,6 +75,22 @@ def _described(choice: ModelChoice, name: str, config: ModelConfig) -> ModelChoi
         implementation=config.implementation,
         config_file=None,
     )
+
+
+def taking_back(key: str, choice: ModelChoice) -> ModelChoice:
+    """Return a choice whose recurrent layers take back tokens in the way that it names.
+
+    Raise UserError where it names one and the model has no such layers.
+    """
+    config = choice.architecture
+    if choice.rollback == "auto" or config is None:
+        return choice
+    if not isinstance(config, ModulesConfig) or config.recurrence is None:
+        raise UserError(
+            f"{key}.rollback={choice.rollback}: {choice.name} has no recurrent layers; leave it out"
+        )
+    recurrence = replace(config.recurrence, rollback=choice.rollback)
+    return replace(choice, architecture=replace(config, recurrence=recurrence))
 
 
 def _shown(value: Any) -> str:

@@ -19,7 +19,7 @@ from magicdec.kernels.toolchain import triton_obstacle
 from magicdec.measure.system import cpu_name
 from magicdec.models import description
 from magicdec.planning.as_draft import check_kind
-from magicdec.planning.identity import identify
+from magicdec.planning.identity import identify, taking_back
 from magicdec.planning.resolved import Plan, PlannedModel
 
 # batch.prefill_chunk=auto: CHUNK tokens of each row, or more where a pass of all rows would have
@@ -152,6 +152,7 @@ def _models(config: Config, loads: bool) -> tuple[Config, PlannedModel, PlannedM
         else:
             choice, folder = identify(key, choice, loads and choice.weights == "checkpoint")
             folder = folder if loads and choice.weights == "checkpoint" else None
+        choice = taking_back(key, choice)
         assert choice.architecture is not None, "identify has read it"
         models[key] = PlannedModel(key, folder, choice.architecture)
         if key == "target":
@@ -228,6 +229,8 @@ def _check_modules(config: Config, target: PlannedModel, draft: PlannedModel | N
             continue
         if refusal := getattr(model.config, "refusal", ""):
             raise UserError(f"{model.key}: {refusal}; it can be predicted (scenario=predict)")
+        if model.config.recurrence is not None:
+            _check_recurrent(config, model)
         key = f"{model.key}.implementation=transformers"
         if config.hardware.tensor_parallel > 1:
             ranks = config.hardware.tensor_parallel
@@ -240,6 +243,21 @@ def _check_modules(config: Config, target: PlannedModel, draft: PlannedModel | N
                 f"draft.quantization={config.draft.quantization}: our kernels for codes replace"
                 f" layers of our own transformer, not of {key}; choose none"
             )
+
+
+def _check_recurrent(config: Config, model: PlannedModel) -> None:
+    """Raise UserError for what recurrent layers cannot do."""
+    if model.key != "target":
+        raise UserError(
+            f"{model.key}: it has recurrent layers, and a draft with a cache of its own cannot take"
+            " back the tokens that are rejected; choose a model whose layers all have attention"
+        )
+    if config.draft.shares_target and config.cache.replays:
+        raise UserError(
+            f"cache.policy={config.cache.policy} scores the context by its last tokens, which run"
+            " again, and the target's recurrent layers cannot go back to them; choose"
+            " cache.policy=streaming"
+        )
 
 
 def _check_length(config: Config, target: PlannedModel, draft: PlannedModel | None) -> None:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.quantizers.quantizers_utils import should_convert_module
 from typing_extensions import override
 
-from magicdec.architectures.layer_facts import Matrices, TokenMemory
+from magicdec.architectures.layer_facts import Matrices, Recurrence, TokenMemory
 from magicdec.errors import UserError, in_one_line
 
 TOKENS = 2  # of the pass
@@ -151,6 +151,25 @@ def memories_of(cache: Any, config: Any, last: bool = False) -> tuple[TokenMemor
         for kind, number in kinds.items()
         if kind.entry or kind.state_bytes
     )
+
+
+def recurrence_of(cache: Any, config: Any) -> Recurrence | None:
+    """Return the layers that have states and no entries, and the sizes of their states, by the
+    cache that a pass has left; None: there are none.
+
+    Raise UserError where they differ from each other.
+    """
+    sizes = {}
+    for index, layer in enumerate(cache.layers):
+        tensors = dict(_tensors(layer))
+        if LINEAR_STATES[1] in tensors and "keys" not in tensors:
+            columns, matrix = (tensors[name].shape[1:] for name in LINEAR_STATES)
+            sizes[index] = (*columns, *matrix)
+    if not sizes:
+        return None
+    if len({*sizes.values()}) > 1:
+        raise UserError(f"model_type={config.model_type}: its recurrent layers differ in size")
+    return Recurrence(tuple(sizes), *sizes[min(sizes)])
 
 
 def _memory(layer: Any, config: Any) -> TokenMemory:

@@ -6,6 +6,7 @@ B rows, T tokens, H query heads, K KV heads, D head dim.
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,12 +25,16 @@ from magicdec.inputs.rules import parse
 from magicdec.models.adapter.counts import (
     EXPERTS_PER_TOKEN,
     TOKENS,
+    ScalarsAreOne,
     WeightSizes,
     kept_by_a_pass,
     matrices_of,
     memories_of,
+    recurrence_of,
 )
 from magicdec.models.adapter.interface import NAME, layers_of
+from magicdec.models.adapter.recurrent import FAMILIES as RECURRENT_FAMILIES
+from magicdec.models.adapter.recurrent import LAYER_TYPE as RECURRENT_LAYER
 from magicdec.models.adapter.transformers_library import check_version, config_of, quiet
 
 RECORDING, STORELESS = "magicdec_recording", "magicdec_storeless"
@@ -88,13 +93,16 @@ def _runnable(whole: Any, stored: WeightSizes) -> ModulesConfig:
     longest = config.max_position_embeddings
     model = storeless(whole, torch.bfloat16, RECORDING)
     recording = record(model, longest)
-    layers = [recording.layers[index] for index in sorted(recording.layers)]
-    if len(layers) != config.num_hidden_layers:
+    with_entries = sorted(recording.layers)
+    layers = [recording.layers[index] for index in with_entries]
+    recurrence = recurrence_of(recording.cache, config)
+    with_states = recurrence.layers if recurrence else ()
+    if len(layers) + len(with_states) != config.num_hidden_layers:
         raise UserError(
             f"{len(layers)} of {config.num_hidden_layers} layers have attention; models with other"
             " layers, such as recurrent ones, are not supported"
         )
-    window, sliding = _windows(layers)
+    window, sliding = _windows(recording.layers)
     [num_heads] = _one_of("query heads", [layer.num_heads for layer in layers])
     described = _of_modules(whole, model, recording.cache, stored)
     return replace(
@@ -104,6 +112,8 @@ def _runnable(whole: Any, stored: WeightSizes) -> ModulesConfig:
         head_dim=max(max(layer.key_dim, layer.value_dim) for layer in layers),
         sliding_window=window,
         sliding_layers=sliding,
+        recurrence=recurrence,
+        entry_layers=tuple(with_entries) if recurrence else (),
         weightings=tuple(sorted({need for layer in layers for need in layer.needs})),
         long_rope_from=_long_rope(config),
         remarks=tuple(_remarks(layers, described.memories)),
@@ -167,17 +177,24 @@ def refuse(config: Any) -> None:
     """
     if getattr(config, "is_encoder_decoder", False):
         raise UserError(f"{config.model_type} is not a decoder alone, and not supported")
-    others = sorted({*(getattr(config, "layer_types", None) or ())} - {*ATTENTION_LAYERS})
+    supported = {*ATTENTION_LAYERS, *([RECURRENT_LAYER] if _is_recurrent(config) else [])}
+    others = sorted({*(getattr(config, "layer_types", None) or ())} - supported)
     if others:
         raise UserError(
-            f"layer_types={others[0]!r:.60} is not supported: a cache here keeps keys and values;"
-            f" supported: {', '.join(ATTENTION_LAYERS)}"
+            f"layer_types={others[0]!r:.60} of model_type={config.model_type!r:.60} is not"
+            f" supported: a cache here keeps keys and values; supported:"
+            f" {', '.join(ATTENTION_LAYERS)}, and {RECURRENT_LAYER} of"
+            f" {', '.join(RECURRENT_FAMILIES)}"
         )
     if "dynamic" in _rope_types(config):
         raise UserError(
             "rope_type=dynamic is not supported: its angles change with the length, so that entries"
             " of a cache would not suit each other"
         )
+
+
+def _is_recurrent(config: Any) -> bool:
+    return config.get_text_config().model_type in RECURRENT_FAMILIES
 
 
 def _ropes(config: Any) -> list[Mapping[str, Any]]:
@@ -220,9 +237,11 @@ def record(model: Any, longest: int) -> Recording:
     recording = Recording(longest)
     tokens_BT = torch.zeros(1, TOKENS, dtype=torch.int64, device="meta")
     # A mask of padding, because without one transformers looks at the numbers of positions.
+    # Modules with recurrent layers look whether there is any padding.
+    scalars = ScalarsAreOne() if _is_recurrent(model.config) else nullcontext()
     arguments = {"attention_mask": torch.ones_like(tokens_BT), "use_cache": True, NAME: recording}
     try:
-        with torch.device("meta"), torch.inference_mode():
+        with torch.device("meta"), torch.no_grad(), scalars:
             output = model.get_decoder()(input_ids=tokens_BT, **arguments)
     except UserError:
         raise
@@ -339,9 +358,9 @@ def _skip_experts(
     return torch.empty_like(hidden_states)
 
 
-def _windows(layers: list[LayerFacts]) -> tuple[int | None, tuple[int, ...]]:
+def _windows(layers: dict[int, LayerFacts]) -> tuple[int | None, tuple[int, ...]]:
     """Return the sliding window and the layers that have it."""
-    sliding = tuple(index for index, layer in enumerate(layers) if layer.window)
+    sliding = tuple(index for index in sorted(layers) if layers[index].window)
     if not sliding:
         return None, ()
     [window] = _one_of("sizes of windows", [layers[index].window for index in sliding])

@@ -6,7 +6,7 @@ written to ours, and attention over it is returned. So whatever a module does to
 values, such as expanding latents, is done once per token.
 
 B rows, T new tokens, N of them that are computed, H query heads, K KV heads, D head dim. A module
-sees (1, N) tokens where some are left out, otherwise (B, T).
+sees (1, N) tokens where some are left out, or (R, T) of some rows, otherwise (B, T).
 """
 
 import math
@@ -22,34 +22,48 @@ from typing_extensions import override
 
 from magicdec.attention.base import Attention, Weighting
 from magicdec.models.kv_cache import KVCache, Place
+from magicdec.models.states import Computed
 from magicdec.models.transformer import MAX_COMPILED, compile_parts
 
 NAME = "magicdec"  # of the attention, and of the keyword that carries a pass to it
 
 
 class Packing:
-    """The tokens of a pass that are computed, side by side in one row; the others are left out."""
+    """The tokens of a pass that are computed; the others are left out."""
 
-    def __init__(self, computed_BT: Tensor):
-        """Take which tokens are computed (bool)."""
-        self.shape = computed_BT.shape
-        self.rows_N, self.columns_N = computed_BT.nonzero(as_tuple=True)
+    def __init__(self, shape: torch.Size, index: tuple[Tensor, ...]):
+        """Take the shape (B, T) of all tokens, and where those are that are computed."""
+        self.shape, self.index = shape, index
+
+    @classmethod
+    def of_tokens(cls, computed_BT: Tensor) -> "Packing":
+        """Put the computed tokens (bool) side by side in one row."""
+        rows_N, columns_N = computed_BT.nonzero(as_tuple=True)
+        return cls(computed_BT.shape, (rows_N[None], columns_N[None]))
+
+    @classmethod
+    def of_rows(cls, computed_BT: Tensor) -> "Packing":
+        """Take the rows of which any token is computed, with all of its tokens: recurrent layers
+        tell rows apart.
+        """
+        [rows_R] = computed_BT.any(1).nonzero(as_tuple=True)
+        return cls(computed_BT.shape, (rows_R,))
 
     def packed(self, x_BT: Tensor) -> Tensor:
-        """Return the computed tokens (1, N, ...) of a tensor (B, T, ...)."""
-        return x_BT[self.rows_N, self.columns_N][None]
+        """Return the computed tokens (1, N, ...) or rows (R, T, ...) of a tensor (B, T, ...)."""
+        return x_BT[self.index]
 
-    def unpacked(self, x_1N: Tensor) -> Tensor:
-        """Return a tensor (B, T, ...) of computed tokens (1, N, ...), 0 elsewhere."""
-        x_BT = x_1N.new_zeros(*self.shape, *x_1N.shape[2:])
-        x_BT[self.rows_N, self.columns_N] = x_1N[0]
+    def unpacked(self, x: Tensor) -> Tensor:
+        """Return a tensor (B, T, ...) of what was computed, 0 elsewhere."""
+        x_BT = x.new_zeros(*self.shape, *x.shape[2:])
+        x_BT[self.index] = x
         return x_BT
 
     def place(self, place: Place) -> Place:
-        """Return where to write the computed tokens."""
-        return place._replace(
-            rows_B1=self.rows_N, slots_BT=place.slots_BT[self.rows_N, self.columns_N]
-        )
+        """Return where to write what is computed."""
+        rows = self.index[0]
+        rows_B1 = rows if rows.dim() > 1 else rows[:, None]
+        return place._replace(rows_B1=rows_B1, slots_BT=place.slots_BT[self.index])
 
 
 def packing(cache: KVCache, num_new: int) -> Packing | None:
@@ -65,7 +79,10 @@ def packing(cache: KVCache, num_new: int) -> Packing | None:
         computed_BT &= ~resting_B[:, None]
     if count_B is not None:
         computed_BT &= torch.arange(num_new) < count_B[:, None]
-    return None if bool(computed_BT.all()) or not bool(computed_BT.any()) else Packing(computed_BT)
+    if bool(computed_BT.all()) or not bool(computed_BT.any()):
+        return None
+    by = Packing.of_tokens if cache.states is None else Packing.of_rows
+    return by(computed_BT)
 
 
 class ModulesPass:
@@ -85,6 +102,15 @@ class ModulesPass:
         """Return what the modules have made as a tensor (B, T, ...)."""
         return x if self.packing is None else self.packing.unpacked(x)
 
+    @property
+    def computed(self) -> Computed:
+        """Return which rows are computed, and how many tokens each of them has, for recurrent
+        layers.
+        """
+        rows_R = None if self.packing is None else self.packing.index[0]
+        computed, count_B = Computed(rows_R), self.cache.count_B
+        return computed if count_B is None else Computed(rows_R, computed.of(count_B))
+
     def attend(self, layer: int, q_BTHD: Tensor, weighting: Weighting) -> Tensor:
         """Return attention over a layer, to which the new tokens' entries are appended."""
         attention = self.attention.weighted(weighting)
@@ -98,7 +124,6 @@ class ModulesPass:
             return
         if self.packing is not None:
             place = self.packing.place(place)
-            k_BTKD, v_BTKD = k_BTKD[0], v_BTKD[0]
         dtype = place.k_BKSD.dtype
         place.write(k_BTKD.to(dtype), v_BTKD.to(dtype))
 
@@ -156,8 +181,9 @@ def attend(
     repeats = heads // k.shape[2]
     if repeats > 1:
         k, v = k.repeat_interleave(repeats, 2), v.repeat_interleave(repeats, 2)
-    forward.write(module.layer_idx, k, v)
-    out_BTHD = forward.attend(module.layer_idx, q, Weighting(s_aux, softcap))
+    layer = forward.cache.config.entry_place(module.layer_idx)
+    forward.write(layer, k, v)
+    out_BTHD = forward.attend(layer, q, Weighting(s_aux, softcap))
     return out_BTHD[..., : value.shape[-1]], None
 
 

@@ -26,6 +26,7 @@ from magicdec.models.adapter.interface import (
     writing,
 )
 from magicdec.models.adapter.linears import by_operators, by_pytorch
+from magicdec.models.adapter.recurrent import keep_uncompiled, over_states
 from magicdec.models.kv_cache import KVCache
 from magicdec.models.operators import PYTORCH, Operators, operators_for
 from magicdec.models.parallel import ALONE
@@ -66,6 +67,8 @@ class ModulesTransformer(Transformer):
         operators = operators_for(type(attention))
         if operators is not PYTORCH:
             causal = by_operators(causal, operators)
+        if config.recurrence is not None:
+            causal = over_states(causal)
         top = copy(causal)
         top._modules = {**causal._modules, causal.base_model_prefix: GivenStates()}
         return cls(config, causal.get_decoder(), top, attention).eval().requires_grad_(False)
@@ -152,6 +155,7 @@ class ModulesTransformer(Transformer):
     def compile_layers(self) -> None:
         """Compile each layer; attention stays as it is, and linear layers become PyTorch's."""
         vars(self).update(vars(self.plain()) | {"attention": self.attention, "is_compiled": True})
+        keep_uncompiled(self.decoder)
         compile_forward(self.layers)
 
 

@@ -1,0 +1,140 @@
+"""Measure what recurrent layers leave of the gain of self-speculation, and predict it for a model
+of 27B on H100s: write docs/results/hybrids*.csv.
+
+    python benchmarks/hybrids.py            # ten minutes on two idle cores; resumable
+    python benchmarks/hybrids.py --quick    # a minute: small sizes; prints the tables
+
+Three models have SmolLM2-135M's sizes and random weights: Qwen3.5 with attention in all layers, and
+with attention in one of four, with each way to take a verification back. A random model says
+nothing about acceptance: the speedups follow from the times and an assumed alpha of 0.8.
+
+Then make the page: git mv benchmarks/pending/hybrids.md benchmarks/pages, and
+python benchmarks/render.py hybrids.
+"""
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+from modules import ALPHA, CPU, FP32, SMOLLM2, engine
+from page import RESULTS, Cells, setting
+from render import Row, table, write_csv
+from today import GAMMAS, described
+from transformers import Qwen3_5TextConfig
+
+from magicdec.attention.cpp import CppAttention
+from magicdec.costmodel.hardware import hardware_named
+from magicdec.costmodel.prediction import predict
+from magicdec.costmodel.round import Setup
+from magicdec.costmodel.speedup import omega
+from magicdec.models.adapter.load_modules import random
+from magicdec.models.adapter.model import ModulesTransformer
+from magicdec.models.description import describe
+from magicdec.scenarios.profile import time_points
+
+LAYERS = SMOLLM2["num_hidden_layers"]
+DELTA_RULE = {
+    "linear_num_key_heads": 3,
+    "linear_num_value_heads": 9,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+}
+KINDS = {"attention in all layers": "", "hybrid, keep": "keep", "hybrid, replay": "replay"}
+MEASURED_GAMMAS, BATCHES, CONTEXTS, REPEATS = (1, 3, 5), (8,), (1024, 4096, 8192), 9
+PREDICTED = ("qwen3.5-27b", "qwen2.5-32b")
+MACHINES, PREDICTED_BATCHES = ("h100", "8xh100"), (1, 8, 32, 128)
+PREDICTED_CONTEXTS = (4096, 32768, 131072)
+
+
+def model_of(kind: str, longest: int) -> ModulesTransformer:
+    """Return a model with random weights. One layer of four has attention in a hybrid."""
+    every = 4 if KINDS[kind] else 1
+    types = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(LAYERS)]
+    shape = Qwen3_5TextConfig(
+        **SMOLLM2, **DELTA_RULE, head_dim=64, intermediate_size=1536, layer_types=types
+    )
+    config: Any = describe(shape.to_dict(), kind, "transformers")
+    if config.recurrence is not None:
+        recurrence = replace(config.recurrence, rollback=KINDS[kind])
+        config = replace(config, recurrence=recurrence)
+    return random(config, FP32, CPU, CppAttention(), longest)
+
+
+def measured(kind: str, batches: Any, contexts: Any, repeats: int) -> Iterator[Row]:
+    """Yield T_T, T_D and T_V(gamma), the speedup that follows, and what a row keeps."""
+    target = model_of(kind, max(contexts) + 64)
+    for point in product(batches, contexts, MEASURED_GAMMAS):
+        [times] = time_points(engine(target, point[-1]), [point], repeats)
+        batch, context, gamma = point
+        decode, draft, verify, rest = (
+            times[f"time/{part}_ms"] for part in ("target_decode", "draft", "verify", "overhead")
+        )
+        per_token = (gamma * draft + verify + rest) / omega(gamma, ALPHA)
+        yield {
+            "model": kind,
+            "batch": batch,
+            "context": context,
+            "gamma": gamma,
+            "target_ms": decode,
+            "draft_ms": draft,
+            "verify_ms": verify,
+            "overhead_ms": rest,
+            "speedup": decode / per_token,
+            "row_mib": target.config.kept_bytes(context, FP32.itemsize) / 2**20,
+        }
+
+
+def predicted() -> Iterator[Row]:
+    """Yield the speedup of a hybrid and of a dense model of its size."""
+    for name, machine, batch, context in product(
+        PREDICTED, MACHINES, PREDICTED_BATCHES, PREDICTED_CONTEXTS
+    ):
+        if context > described(name).max_position_embeddings:
+            continue
+        setup = Setup(described(name), hardware_named(machine, "vllm"), batch, context)
+        prediction = predict(setup, GAMMAS, ALPHA)
+        best, times = prediction.best, prediction.best.times
+        yield {
+            "target": name,
+            "machine": machine,
+            "batch": batch,
+            "context": context,
+            "gamma": best.gamma,
+            "target_ms": 1e3 * setup.target_time.total,
+            "draft_over_step": times.draft.total / setup.target_time.total,
+            "verify_over_step": times.verify.total / setup.target_time.total,
+            "speedup": best.speedup,
+            "fits": prediction.fits,
+        }
+
+
+def main() -> None:
+    """Measure what is missing, and write the CSV files."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="small sizes; print the tables")
+    parser.add_argument("--restart", action="store_true", help="forget the cells measured so far")
+    options = parser.parse_args()
+    sizes: tuple[Any, Any, int] = BATCHES, CONTEXTS, REPEATS
+    if options.quick:
+        sizes = (2,), (256,), 3
+    cells = Cells("hybrids-quick" if options.quick else "hybrids", options.restart)
+    for kind in KINDS:
+        if kind not in cells:
+            cells[kind] = [row | {"measured_by": setting()} for row in measured(kind, *sizes)]
+            cells.save()
+    rows = [row for kind in KINDS for row in cells[kind]]
+    on_gpus = list(predicted())
+    if options.quick:
+        print(table(rows, "model", "gamma", "target_ms:.1f", "draft_ms:.1f", "verify_ms:.1f"))
+        print(table(on_gpus, "target", "machine", "batch", "context", "gamma", "speedup:.2f"))
+        return
+    write_csv(RESULTS / "hybrids.csv", rows)
+    write_csv(RESULTS / "hybrids-predicted.csv", on_gpus)
+
+
+if __name__ == "__main__":
+    main()
