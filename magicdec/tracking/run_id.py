@@ -39,11 +39,12 @@ def run_id(config: Mapping[str, Any], fingerprints: Mapping[str, str], device: s
 def _without_folder(model: Mapping[str, Any], fingerprint: str | None) -> Mapping[str, Any]:
     """Return a model with the path of its option instead of its own. A model that is no option's is
     named after its folder: where its weights have a fingerprint, the name does not count either.
+    How it takes back tokens is a part of its architecture.
     """
     named = option(model["name"])
     is_read = fingerprint not in (None, "random")
     return {
-        **model,
+        **{key: value for key, value in model.items() if key != "rollback"},
         "path": named.get("path"),
         "name": model["name"] if named or not is_read else None,
     }
