@@ -169,7 +169,8 @@ def recurrence_of(cache: Any, config: Any) -> Recurrence | None:
         return None
     if len({*sizes.values()}) > 1:
         raise UserError(f"model_type={config.model_type}: its recurrent layers differ in size")
-    return Recurrence(tuple(sizes), *sizes[min(sizes)])
+    features, width, heads, key_dim, value_dim = sizes[min(sizes)]
+    return Recurrence(tuple(sizes), features, width, heads, key_dim, value_dim)
 
 
 def _memory(layer: Any, config: Any) -> TokenMemory:

@@ -238,7 +238,7 @@ def record(model: Any, longest: int) -> Recording:
     tokens_BT = torch.zeros(1, TOKENS, dtype=torch.int64, device="meta")
     # A mask of padding, because without one transformers looks at the numbers of positions.
     # Modules with recurrent layers look whether there is any padding.
-    scalars = ScalarsAreOne() if _is_recurrent(model.config) else nullcontext()
+    scalars: Any = ScalarsAreOne() if _is_recurrent(model.config) else nullcontext()
     arguments = {"attention_mask": torch.ones_like(tokens_BT), "use_cache": True, NAME: recording}
     try:
         with torch.device("meta"), torch.no_grad(), scalars:

@@ -75,16 +75,17 @@ def with_states(original: type[nn.Module]) -> type[nn.Module]:
         return out_RTHV, None
 
     replaced = {**functions, CHUNKED: apply}
-    over_states = FunctionType(
+    run_original: Any = FunctionType(
         forward.__code__, replaced, forward.__name__, forward.__defaults__, forward.__closure__
     )
 
     def run(self: Any, hidden_states: Tensor, **given: Any) -> Tensor:
         of_layer = LayerStates(given[NAME], self.layer_idx)
-        output: Tensor = over_states(self, hidden_states, cache=of_layer, **{NAME: of_layer})
+        output: Tensor = run_original(self, hidden_states, cache=of_layer, **{NAME: of_layer})
         return output
 
-    return type(original.__name__, (original,), {"forward": run})
+    subclass: type[nn.Module] = type(original.__name__, (original,), {"forward": run})
+    return subclass
 
 
 def keep_uncompiled(root: nn.Module) -> None:
