@@ -91,7 +91,7 @@ class Decoder:
         """
         state, listener = self.state, self.listener
         with Stopwatch(self.device) as watch:
-            self.cache.clear()
+            self.cache.empty()
             self.last_BE = prefill(
                 self.target,
                 self.cache,
@@ -129,7 +129,7 @@ class Decoder:
         """
         longest = self.state.max_prompt_len
         for width in {min(chunk, longest), longest % chunk} - {0}:
-            self.cache.clear()
+            self.cache.empty()
             self.target(self.state.tokens_BS[:, :width], self.cache)
 
     def simulate_prefill(self) -> None:

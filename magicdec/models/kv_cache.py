@@ -215,7 +215,7 @@ class KVCache:
         if self.states is not None:
             self.states.end_pass()
 
-    def clear(self) -> None:
+    def empty(self) -> None:
         """Empty all rows."""
         self.seqlens_B.zero_()
         if self.states is not None:

@@ -104,7 +104,8 @@ def over_states(root: nn.Module) -> Any:
         if not hasattr(module, "conv1d"):
             return None
         twin = copy(module)
-        twin.__class__ = with_states(type(module))
+        kind: Any = type(module)
+        twin.__class__ = with_states(kind)
         return twin
 
     return changed(root, change)
