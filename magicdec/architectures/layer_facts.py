@@ -102,7 +102,7 @@ class Recurrence:
     """The layers with a gated delta rule, and the sizes of their states: the columns that a
     convolution of `conv_width` tokens reads of earlier ones, and a matrix per head.
 
-    `rollback` says how a verification is taken back (magicdec/models/states.py).
+    `rollback` says how a verification is taken back (magicdec/models/recurrent_states.py).
     """
 
     layers: tuple[Number, ...]

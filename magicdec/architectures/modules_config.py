@@ -85,10 +85,8 @@ class ModulesConfig(ModelConfig):
             return part
         if len(self.entry_layers) == self.num_layers:  # in a cache
             return replace(cast(ModulesConfig, part), recurrence=None, entry_layers=())
-        entries, states = (
-            tuple(layer - start for layer in kind if start <= layer < end)
-            for kind in (self.entry_layers, self.recurrence.layers)
-        )
+        entries = tuple(layer - start for layer in self.entry_layers if start <= layer < end)
+        states = tuple(layer - start for layer in self.recurrence.layers if start <= layer < end)
         recurrence = replace(self.recurrence, layers=states) if states else None
         return replace(
             cast(ModulesConfig, part),

@@ -15,8 +15,8 @@ from magicdec.decoding.state import TARGET, State
 from magicdec.decoding.timers import Clock, Stopwatch
 from magicdec.drafts.base import Draft, Proposal
 from magicdec.engine.graphs import Captures, Cycle, Step
+from magicdec.models.computed_rows import active_rows, among
 from magicdec.models.kv_cache import KVCache, resting
-from magicdec.models.rows import active_rows, among
 from magicdec.models.taps import Taps
 from magicdec.models.transformer import Transformer, compile_parts
 from magicdec.verification.accept import Verdict, accept_greedy, accept_sampled, accept_synthetic

@@ -15,7 +15,7 @@ from torch import Tensor
 from magicdec.architectures.model_config import ModelConfig
 from magicdec.attention.base import Attention, Shape
 from magicdec.attention.codes import Coded
-from magicdec.models.states import States, new_states
+from magicdec.models.recurrent_states import States, new_states
 
 
 def copy_row(target: Any, source: Any, row: int) -> None:

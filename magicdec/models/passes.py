@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from magicdec.attention.base import Attention
 from magicdec.attention.cpp import CodesCall, CppAttention, codes_call, reads
 from magicdec.kernels import library
+from magicdec.models.computed_rows import active_rows, among
 from magicdec.models.kv_cache import KVCache
 from magicdec.models.operators import CppOperators, Rotation, at, epsilon, is_plain
-from magicdec.models.rows import active_rows, among
 from magicdec.models.taps import Taps
 
 MATRICES = ("qkv", "output", "gate_up", "down")

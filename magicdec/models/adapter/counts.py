@@ -163,8 +163,7 @@ def recurrence_of(cache: Any, config: Any) -> Recurrence | None:
     for index, layer in enumerate(cache.layers):
         tensors = dict(_tensors(layer))
         if LINEAR_STATES[1] in tensors and "keys" not in tensors:
-            columns, matrix = (tensors[name].shape[1:] for name in LINEAR_STATES)
-            sizes[index] = (*columns, *matrix)
+            sizes[index] = tuple(size for name in LINEAR_STATES for size in tensors[name].shape[1:])
     if not sizes:
         return None
     if len({*sizes.values()}) > 1:

@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from magicdec.attention.base import Attention, Weighting
 from magicdec.models.kv_cache import KVCache, Place
-from magicdec.models.states import Computed
+from magicdec.models.recurrent_states import Computed
 from magicdec.models.transformer import MAX_COMPILED, compile_parts
 
 NAME = "magicdec"  # of the attention, and of the keyword that carries a pass to it

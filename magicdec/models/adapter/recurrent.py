@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from magicdec.models.adapter.interface import NAME, ModulesPass
 from magicdec.models.adapter.linears import changed
-from magicdec.models.states import RuleInputs
+from magicdec.models.recurrent_states import RuleInputs
 
 # Of configurations: families whose layers differ in their projections alone.
 FAMILIES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")

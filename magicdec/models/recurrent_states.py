@@ -24,7 +24,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from magicdec.architectures.layer_facts import Recurrence
-from magicdec.models.rows import active_rows
+from magicdec.models.computed_rows import active_rows
 
 
 class RuleInputs(NamedTuple):

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from magicdec.architectures.layer_facts import Recurrence
-from magicdec.models.states import Computed, RuleInputs, States, new_states
+from magicdec.models.recurrent_states import Computed, RuleInputs, States, new_states
 
 ROWS, LAYERS, FEATURES, WIDTH, HEADS, K, V = 5, (0, 2, 3), 6, 4, 2, 3, 4
 KINDS = ("keep", "replay")
