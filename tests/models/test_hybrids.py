@@ -123,7 +123,9 @@ def test_rows_end_at_different_rounds_and_accept_from_0_to_gamma(family, rollbac
 
 
 @needs_compiler
-@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize(
+    "family", ["qwen3.5-moe", *(pytest.param(name, marks=pytest.mark.slow) for name in HYBRIDS)]
+)
 def test_kernels_for_cpus_write_the_same_tokens(family, folders):
     target = target_of(folders(family), cpp=True)
     batch = open_batch(target, prompts(), draft_name="self", policy="streaming", gamma=3, **KEYS)
@@ -212,7 +214,11 @@ def test_sampled_tokens_are_samples_of_the_target(rollback, folders):
 
 @pytest.mark.parametrize(
     ("family", "draft", "rollback"),
-    [("qwen3-next", "self", "keep"), ("qwen3.5", "self", "replay"), ("qwen3.5", "ngram", "replay")],
+    [
+        ("qwen3.5", "self", "replay"),
+        pytest.param("qwen3-next", "self", "keep", marks=pytest.mark.slow),
+        pytest.param("qwen3.5", "ngram", "replay", marks=pytest.mark.slow),
+    ],
 )
 def test_served_tokens_are_those_of_generate(family, draft, rollback, folders):
     target = target_of(folders(family), rollback)
