@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from magicdec.architectures.model_config import ModelConfig
 from magicdec.attention import backends
-from magicdec.attention.base import Attention, Shape
+from magicdec.attention.base import Attention, Shape, ends
 from magicdec.attention.sdpa import SdpaAttention
 from magicdec.cache.draft_cache import DraftCache
 from magicdec.config.choices import CacheConfig, CacheSpec
@@ -149,17 +149,52 @@ def scores(layer: Layer, tokens: int) -> Case:
     entries, plan = (target.k_LBKSD[0], target.v_LBKSD[0]), layer.plan(triton, target, tokens)
     plain = {"without scores": lambda: lambda: triton.attend(q, *entries, plan)}
 
-    def reference() -> Tensor:
-        exact = SdpaAttention()
-        plan = replace(layer, dtype=torch.float32).plan(exact, target, tokens)
-        return exact.attend_scored(q.float(), *(x.float() for x in entries), plan)[1]
-
     return Case(
         {"triton": lambda: triton.attend_scored(q, *entries, plan)[1]},
-        reference,
+        partial(_exact_scores, layer, target, q, None),
         layer.kv_bytes,
         plain,
     )
+
+
+def verified_scores(layer: Layer, tokens: int) -> Case:
+    """Attention with the scores of the first and the last token alone; its rivals are that of all
+    tokens, and none.
+    """
+    triton, target, q = BACKENDS["triton"].work(), layer.target(), layer.queries(tokens)
+    entries, plan = (target.k_LBKSD[0], target.v_LBKSD[0]), layer.plan(triton, target, tokens)
+    scores_BKS = torch.empty(entries[0].shape[:3], device=layer.device)
+    rivals: dict[str, Callable[[], Call]] = {
+        "of all tokens": lambda: lambda: triton.attend_scored(q, *entries, plan),
+        "without scores": lambda: lambda: triton.attend(q, *entries, plan),
+    }
+
+    def observed() -> Tensor:
+        triton.attend_observed(q, *entries, plan, scores_BKS)
+        return scores_BKS
+
+    right = partial(_exact_scores, layer, target, q, ends(*q.shape[:2], layer.device))
+    return Case({"triton": observed}, right, layer.kv_bytes, rivals)
+
+
+def keys_scored(layer: Layer, tokens: int) -> Case:
+    """Scores from queries and keys alone; its rival is attention that returns them, too."""
+    triton, target, q = BACKENDS["triton"].work(), layer.target(), layer.queries(tokens)
+    entries, plan = (target.k_LBKSD[0], target.v_LBKSD[0]), layer.plan(triton, target, tokens)
+    attended = {"with attention": lambda: lambda: triton.attend_scored(q, *entries, plan)}
+    return Case(
+        {"triton": lambda: triton.score_keys(q, entries[0], plan)},
+        partial(_exact_scores, layer, target, q, None),
+        layer.kv_bytes,  # of two passes over the keys
+        attended,
+    )
+
+
+def _exact_scores(layer: Layer, target: KVCache, q: Tensor, counted: Tensor | None) -> Tensor:
+    """Return scores in fp32 by PyTorch."""
+    exact = SdpaAttention()
+    plan = replace(layer, dtype=torch.float32).plan(exact, target, q.shape[1])
+    return exact.score_keys(q.float(), target.k_LBKSD[0].float(), plan, counted)
 
 
 def codes(layer: Layer, bits: int) -> Case:
@@ -331,6 +366,8 @@ KERNELS: dict[str, Callable[[Layer], Case]] = {
     **{f"attention, T={tokens}": partial(attention, tokens=tokens) for tokens in (1, 2, 4, 5, 8)},
     "scores, T=5": partial(scores, tokens=5),
     "scores, T=32": partial(scores, tokens=32),
+    "scores of a verification, T=5": partial(verified_scores, tokens=5),
+    "scores from keys, T=32": partial(keys_scored, tokens=32),
     "codes, 4 bits": partial(codes, bits=4),
     "codes, 8 bits": partial(codes, bits=8),
     "quest": partial(selection, policy="quest"),

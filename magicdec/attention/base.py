@@ -176,14 +176,29 @@ class Attention(ABC, Generic[AttentionPlan]):
         v_BKSD: Tensor,
         plan: AttentionPlan,
         scores_BKS: Tensor,
+    ) -> Tensor:
+        """Return attention over all slots, and write to `scores_BKS` what each slot received from
+        the first and the last new token, as `attend_scored` sums it.
+        """
+        num_rows, num_new, *_ = q_BTHD.shape
+        counted_BT = ends(num_rows, num_new, q_BTHD.device)
+        out_BTHD, received_BKS = self.attend_scored(q_BTHD, k_BKSD, v_BKSD, plan, counted_BT)
+        num_slots = received_BKS.shape[-1]
+        scores_BKS[..., :num_slots] = received_BKS
+        scores_BKS[..., num_slots:] = 0.0
+        return out_BTHD
+
+    def score_keys(
+        self,
+        q_BTHD: Tensor,
+        k_BKSD: Tensor,
+        plan: AttentionPlan,
         counted_BT: Tensor | None = None,
     ) -> Tensor:
-        """Return attention as `attend_scored` does, and add what each slot received to
-        `scores_BKS`.
+        """Return what each slot receives, as `attend_scored` does, without the output: a backend
+        may leave values unread.
         """
-        out_BTHD, received_BKS = self.attend_scored(q_BTHD, k_BKSD, v_BKSD, plan, counted_BT)
-        scores_BKS[..., : received_BKS.shape[-1]] += received_BKS
-        return out_BTHD
+        return self.attend_scored(q_BTHD, k_BKSD, k_BKSD, plan, counted_BT)[1]
 
     def page_shares(
         self,
@@ -267,6 +282,12 @@ def select_largest(scores: Tensor, first: Tensor, last: Tensor, count: int) -> T
     bits = scores.view(torch.int32).masked_fill(~is_within(first, last, scores.shape[-1]), -1)
     top = bits.topk(min(count, bits.shape[-1]), dim=-1, sorted=False)
     return top.indices.masked_fill(top.values < 0, -1)
+
+
+def ends(num_rows: int, num_new: int, device: torch.device) -> Tensor:
+    """Return the first and the last of the new tokens of each row (bool, (B, T))."""
+    index_T = torch.arange(num_new, device=device)
+    return ((index_T == 0) | (index_T == num_new - 1)).repeat(num_rows, 1)
 
 
 def is_within(first: Tensor, last: Tensor, size: int) -> Tensor:

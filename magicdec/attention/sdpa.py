@@ -136,6 +136,16 @@ class SdpaAttention(Attention[SdpaPlan]):
             p_BKJTS *= counted_BT[:, None, None, :, None]
         return _unfold(out), p_BKJTS.sum((2, 3))
 
+    @override
+    def score_keys(
+        self, q_BTHD: Tensor, k_BKSD: Tensor, plan: SdpaPlan, counted_BT: Tensor | None = None
+    ) -> Tensor:
+        k = k_BKSD[:, :, : plan.length]
+        p_BKJTS = weights_of(_fold(q_BTHD, k.shape[1]), k, self.weighting, plan.mask_BKJTS)
+        if counted_BT is not None:
+            p_BKJTS *= counted_BT[:, None, None, :, None]
+        return p_BKJTS.sum((2, 3))
+
     def _attend_selected(
         self, q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, plan: SdpaPlan, indices_BKN: Tensor
     ) -> Tensor:

@@ -63,8 +63,9 @@ class VerifyGuidedCache(DynamicCache):
     """The entries that the last verification attended to most, and recent tokens, a quarter of the
     budget.
 
-    Selected again every `refresh` rounds, by the attention of all verified tokens; the first time
-    by that of the prompt's last `observation_window` tokens. Recent tokens move on in between.
+    Selected again every `refresh` rounds, by the attention of the first and the last verified
+    token, as in Vegas; the first time by that of the prompt's last `observation_window` tokens.
+    Recent tokens move on in between.
     """
 
     settings: VerifyGuided
@@ -103,7 +104,6 @@ class VerifyGuidedCache(DynamicCache):
             return verified
         if self._observed is None:
             self._observed = ObservedCache(verified, self.config.num_layers)
-        self._observed.clear()
         self._observed.resting_B = verified.resting_B
         return self._observed
 

@@ -1,9 +1,7 @@
-"""Prefill in chunks, so that memory stays bounded: the target's, and an independent draft's. The
-scoring pass: the last tokens of a context run again over its cache, to see which entries they
-attend to.
+"""Prefill in chunks, so that memory stays bounded: the target's, and an independent draft's.
 
-B rows, T tokens of a chunk, E hidden size, L layers, K KV heads, S slots. Rows may differ in
-length. A row that has ended writes behind its valid slots, where the next token will overwrite it.
+B rows, T tokens of a chunk, E hidden size. Rows may differ in length. A row that has ended writes
+behind its valid slots, where the next token will overwrite it.
 """
 
 from collections.abc import Callable
@@ -30,7 +28,8 @@ def prefill(
     taps: Taps | None = None,
     hear: Callable[[int], None] | None = None,
 ) -> Tensor:
-    """Fill an empty cache with the first `lengths_B` <= `longest` tokens of each row.
+    """Fill an empty cache with the first `lengths_B` <= `longest` tokens of each row. Keep the
+    queries of the last ones, if the cache was asked to.
 
     Return the hidden state (B, E) of each row's last token. Call `progress` with the number of
     tokens of each chunk.
@@ -39,14 +38,18 @@ def prefill(
     those of the chunk.
     """
     rows_B = torch.arange(tokens_BS.shape[0], device=tokens_BS.device)
-    last_BE = None
+    last_BE, queries = None, cache.queries_for(model.attention, lengths_B)
     for start in range(0, longest, chunk):
         tokens_BT = tokens_BS[:, start : min(start + chunk, longest)]
         num_new = tokens_BT.shape[1]
         count_B = (lengths_B - start).clamp(0, num_new)
         cache.count_B = count_B
+        if queries is not None:
+            queries.open(start, num_new)
         hidden_BTE = model(tokens_BT, cache, taps)
         cache.count_B = None
+        if queries is not None:
+            queries.close()
         if hear is not None:
             hear(start)
         if isinstance(cache, DraftCache):
@@ -62,35 +65,11 @@ def prefill(
     return last_BE
 
 
-def score(
-    model: Transformer,
-    cache: KVCache,
-    feed: Callable[[Tensor, KVCache], object],
-    longest: int,
-    last: int,
-    progress: Advance | None = None,
-) -> Tensor:
-    """Return the attention (L, B, K, S) that every entry receives from the last `last` tokens of
-    each row.
-
-    The cache holds the rows' first `cache.seqlens_B` <= `longest` tokens, and is left as it is.
-    `feed` runs the model over tokens, by their indices (B, T), and a view of the cache. A row
-    shorter than `last` is scored by all of its tokens. Call `progress` with the number of tokens of
-    each chunk.
+def simulate(model: Transformer, cache: KVCache, lengths_B: Tensor) -> None:
+    """Fill a cache with noise, and the queries that it keeps, instead of a prefill: for timing
+    only. Entries of zeros would all be alike.
     """
-    from magicdec.cache.observed import ReplayedCache  # few policies score
-
-    view, lengths_B1 = ReplayedCache(cache), cache.seqlens_B.long()[:, None]
-    width = min(last, longest)
-    start_B1 = (lengths_B1 - width).clamp(min=0)
-    per_token = cache.num_rows * model.config.num_heads * cache.capacity
-    dtype, head_dim = cache.k_LBKSD.dtype, model.config.head_dim
-    chunk = model.attention.scored_tokens(per_token, dtype, head_dim)
-    for done in range(0, width, chunk):
-        index_BT = start_B1 + torch.arange(done, min(done + chunk, width), device=start_B1.device)
-        view.counted_BT = index_BT < lengths_B1
-        view.rollback(index_BT[:, 0])
-        feed(index_BT, view)
-        if progress is not None:
-            progress(index_BT.shape[1])
-    return view.scores_LBKS
+    cache.simulate()
+    queries = cache.queries_for(model.attention, lengths_B)
+    if queries is not None:
+        queries.simulate()

@@ -18,9 +18,10 @@ from typing_extensions import override
 from magicdec.cache.draft_cache import DraftCache
 from magicdec.config.choices import CacheConfig, CacheSpec, DraftConfig, Selects
 from magicdec.config.registry import POLICIES
-from magicdec.decoding.prefill import Advance, score
+from magicdec.decoding.prefill import Advance
 from magicdec.decoding.state import DRAFT, State
 from magicdec.models.kv_cache import KVCache
+from magicdec.models.last_queries import LastQueries
 from magicdec.models.taps import Taps
 from magicdec.models.transformer import Transformer
 from magicdec.verification.sampling import RowSampling, Sampling, Use, choose
@@ -198,17 +199,33 @@ class ModelDraft(Draft):
         """Return a token, and the distribution it was drawn from, in the target's vocabulary."""
         return token_B1, q_B1V
 
-    def _scores(self, source: KVCache, state: State, progress: Advance | None) -> Tensor | None:
+    def _scores(
+        self,
+        source: KVCache,
+        queries: LastQueries | None,
+        state: State,
+        progress: Advance | None,
+    ) -> Tensor | None:
         """Return the scores by which a policy that observes selects from the entries of a prefilled
-        context.
+        context: by the queries that were kept, or else by running the model again.
         """
-        if not self.cache.observes:
+        last = self.cache.observes
+        if not last:
             return None
+        from magicdec.decoding.scoring import score, score_by_queries  # few policies score
+
+        if queries is not None and last <= queries.num_tokens:
+            return score_by_queries(queries, source, state.max_prompt_len, last, progress)
 
         def feed(index_BT: Tensor, view: KVCache) -> None:
             self.replay(index_BT, view, state)
 
-        return score(self.model, source, feed, state.max_prompt_len, self.cache.observes, progress)
+        return score(self.model, source, feed, state.max_prompt_len, last, progress)
+
+    @property
+    def last_queries(self) -> LastQueries | None:
+        """Return the queries of the last tokens of `entries`, where the prefill has kept them."""
+        return None
 
     def replay(self, index_BT: Tensor, view: KVCache, state: State) -> None:
         """Run the model again over the tokens whose entries have these indices."""
@@ -235,11 +252,12 @@ class ModelDraft(Draft):
         return self.cache.watch(verified, phase)
 
     def select(self, state: State, progress: Advance | None = None) -> None:
-        """Select from `entries` at the end of the prefill: a scoring pass, if the policy scores,
-        and a gather.
+        """Select from `entries` at the end of the prefill: score them, if the policy does, and
+        gather.
         """
         assert self.entries is not None
-        self.cache.load(self.entries, self._scores(self.entries, state, progress))
+        scores_LBKS = self._scores(self.entries, self.last_queries, state, progress)
+        self.cache.load(self.entries, scores_LBKS)
 
     @override
     def selection(self, state: State) -> Selection | None:

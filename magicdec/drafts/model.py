@@ -12,7 +12,7 @@ from typing_extensions import override
 from magicdec.cache.draft_cache import DraftCache
 from magicdec.config.choices import DraftConfig
 from magicdec.config.registry import DRAFTS
-from magicdec.decoding.prefill import Advance, prefill
+from magicdec.decoding.prefill import Advance, prefill, simulate
 from magicdec.decoding.state import State
 from magicdec.drafts.base import DraftSpec, ModelDraft, Proposal
 from magicdec.inputs.rules import STRICT
@@ -58,24 +58,31 @@ class IndependentDraft(ModelDraft):
         """Prefill through the policy's view, so that the context may exceed what the model was
         trained for.
         """
-        cache = self.cache.for_prefill(self.chunk)
+        cache = self._empty_cache()
         # The first round feeds the last prompt tokens and the first new one.
         tokens_BS, longest = self._known(state.tokens_BS), state.max_prompt_len + 1 - self.lag
         if longest > 0:
             prefill(
                 self.model, cache, tokens_BS, self._lengths_B(state), longest, self.chunk, progress
             )
-        self.cache.adopt(cache, self._scores(cache, state, progress))
+        self._adopt(cache, state, progress)
 
     @override
     def simulate_prefill(self, state: State) -> None:
-        """Select from noise as `prefill` does from the prompts' entries: entries of zeros would all
-        be alike.
-        """
+        """Select from noise as `prefill` does from the prompts' entries."""
+        cache, lengths_B = self._empty_cache(), self._lengths_B(state)
+        simulate(self.model, cache, lengths_B)
+        cache.set_length(lengths_B)
+        self._adopt(cache, state)
+
+    def _empty_cache(self) -> DraftCache:
+        """Return the cache to prefill, which keeps the queries by which the policy scores."""
         cache = self.cache.for_prefill(self.chunk)
-        cache.simulate()
-        cache.set_length(self._lengths_B(state))
-        self.cache.adopt(cache, self._scores(cache, state, lambda _: None))
+        cache.keep_queries(self.cache.observes)
+        return cache
+
+    def _adopt(self, cache: DraftCache, state: State, progress: Advance | None = None) -> None:
+        self.cache.adopt(cache, self._scores(cache, cache.last_queries, state, progress))
 
     def _lengths_B(self, state: State) -> Tensor:
         """Return the lengths that a prefill leaves in the cache (int32)."""

@@ -14,6 +14,7 @@ from magicdec.decoding.state import State
 from magicdec.drafts.base import DraftSpec, ModelDraft, Proposal
 from magicdec.inputs.rules import STRICT
 from magicdec.models.kv_cache import KVCache
+from magicdec.models.last_queries import LastQueries
 from magicdec.models.transformer import Transformer
 
 
@@ -38,13 +39,20 @@ class SelfDraft(ModelDraft):
     ):
         """Take `target_cache`, which has the exact entries of the model's layers."""
         super().__init__(model, cache, spec)
-        self.entries = target_cache
+        self.entries, self.prefilled = target_cache, spec.target_cache
+        self.prefilled.keep_queries(cache.observes)
 
     @classmethod
     @override
     def build(cls, spec: DraftSpec) -> "SelfDraft":
         model = spec.model or spec.target
         return cls(model, spec.new_cache(model, spec.target_cache), spec.target_cache, spec)
+
+    @property
+    @override
+    def last_queries(self) -> LastQueries | None:
+        """Return those of the target's layers, of which a draft that skips some has the first."""
+        return self.prefilled.last_queries
 
     @override
     def prefill(self, state: State, progress: Advance | None = None) -> None:

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from magicdec.decoding.prefill import Advance, prefill
+from magicdec.decoding.prefill import Advance, prefill, simulate
 from magicdec.decoding.state import TARGET, State
 from magicdec.decoding.timers import Clock, Stopwatch
 from magicdec.drafts.base import Draft, Proposal
@@ -132,10 +132,11 @@ class Decoder:
             self.cache.empty()
             self.target(self.state.tokens_BS[:, :width], self.cache)
 
+    @torch.inference_mode()
     def simulate_prefill(self) -> None:
         """Put the batch where `prefill` would leave it, over random entries: for timing only."""
         self.is_simulated = True
-        self.cache.simulate()
+        simulate(self.target, self.cache, self.state.prompt_len_B)
         self.first_tokens_B = torch.zeros_like(self.state.prompt_len_B, dtype=torch.int64)
 
     @torch.inference_mode()

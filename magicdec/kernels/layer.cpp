@@ -31,11 +31,13 @@ struct Weights {
 // A layer's cache.
 struct Entries {
     void *k, *v;               // (B, K, S, D)
+    void* queries;             // (B, T, H, D): gets those of the new tokens, rotated; null: nobody wants them
     const int32_t* positions;  // this and codes as in call.h
     const Codes* codes;
     int64_t window;
     const int64_t* indices;  // these as in call.h, too
     float* scores;
+    const bool* counted;
     int64_t num_indices;
 };
 
@@ -219,8 +221,8 @@ class Forward {
         {
             turn.q_norm = w.q_norm, turn.k_norm = w.k_norm, turn.k = entries.k, turn.v = entries.v;
             const int64_t D = turn.dim, H = turn.heads, all = H + 2 * turn.kv_heads, T_new = turn.new_tokens;
-            step.call = {qkv, entries.k, entries.v, heads, p.seqlens, entries.indices, nullptr, entries.positions,
-                         entries.scores, entries.codes, p.cache_rows,
+            step.call = {qkv, entries.k, entries.v, heads, p.seqlens, entries.indices, entries.counted,
+                         entries.positions, entries.scores, entries.codes, p.cache_rows,
                          turn.rows, T_new, turn.kv_heads, H / turn.kv_heads, D, p.capacity, entries.num_indices,
                          entries.window, turn.threads,
                          T_new * all * D, all * D, D, turn.k_row, turn.k_head, turn.k_slot,
@@ -229,7 +231,11 @@ class Forward {
         }
 #pragma omp barrier
 #pragma omp for
-        for (int64_t token = 0; token < M; ++token) rotate_token<T>(turn, token, p.cache_rows);
+        for (int64_t token = 0; token < M; ++token) {
+            rotate_token<T>(turn, token, p.cache_rows);
+            if (!entries.queries) continue;
+            std::memcpy(static_cast<T*>(entries.queries) + token * inner, qkv + token * N, inner * sizeof(T));
+        }
     }
 
     // Attention's projected output added to the residual stream, and the MLP of its norm.

@@ -68,7 +68,8 @@ def attend_split(  # noqa: C901, PLR0912, PLR0915
     out,  # (B, T, H, D), contiguous: of the only split
     partial,  # (B x K, splits, R, D), fp32: of several
     lse,  # (B x K, splits, R), fp32: of several splits, or with scores
-    raw,  # (B x K, R, S): scores in powers of two, of the slots that a query row sees
+    raw,  # scores in powers of two, of the slots that a query row sees: (B x K, R, S), or with
+    # ENDS_ALONE (B x K, 2 J, S), of two tokens of each query head
     sinks,  # (H), fp32: logits in powers of two that take weight and add nothing; None: none
     T,
     S,
@@ -95,6 +96,7 @@ def attend_split(  # noqa: C901, PLR0912, PLR0915
     SELECTED: tl.constexpr,
     SPLIT: tl.constexpr,
     SCORED: tl.constexpr,
+    ENDS_ALONE: tl.constexpr,  # the first and the last of several tokens are scored
     SUMMED: tl.constexpr,  # the log-sum-exp is written
     UNMASKED: tl.constexpr,  # blocks that all query rows see are attended first, without masks
     UPCAST: tl.constexpr,
@@ -119,6 +121,12 @@ def attend_split(  # noqa: C901, PLR0912, PLR0915
         q_tile = q_tile.to(tl.float32)
     k += b * k_row + kv * k_head
     v += b * v_row + kv * v_head
+    if SCORED:
+        raw += head.to(tl.int64) * (2 * J if ENDS_ALONE else J * T) * S
+        scored, at_raw = r < J * T, r
+        if ENDS_ALONE:
+            scored &= (r % T == 0) | (r % T == T - 1)
+            at_raw = r // T * 2 + (r % T == T - 1)
 
     # A tile divides what its tokens can see, in whole blocks.
     first, last = tl.zeros((), tl.int32), tl.max(query, 0) + 1
@@ -184,14 +192,12 @@ def attend_split(  # noqa: C901, PLR0912, PLR0915
                         )
                     seen &= position[None, :] > query[:, None] - reach
                 if SCORED:
-                    at_raw = (
-                        raw + head.to(tl.int64) * (J * T) * S + (r[:, None] * S + slot[None, :])
-                    )
                     kept = scores * left
                     if raw.dtype.element_ty == tl.float16:
                         kept = tl.minimum(kept, LARGEST)
                     kept = kept.to(raw.dtype.element_ty)
-                    tl.store(at_raw, kept, mask=seen & (r < J * T)[:, None])
+                    to = raw + (at_raw[:, None] * S + slot[None, :])
+                    tl.store(to, kept, mask=seen & scored[:, None])
                 scores = tl.where(seen, scores, float("-inf"))
             most, total, sums = fold(most, total, sums, scores, left, v_tile)
 

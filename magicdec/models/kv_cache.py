@@ -15,6 +15,7 @@ from torch import Tensor
 from magicdec.architectures.model_config import ModelConfig
 from magicdec.attention.base import Attention, Shape
 from magicdec.attention.codes import Coded
+from magicdec.models.last_queries import MOST_KEPT, LastQueries
 from magicdec.models.recurrent_states import States, new_states
 
 
@@ -51,6 +52,7 @@ class Reads(NamedTuple):
     indices_BKN: Tensor | None = None
     # Gets the attention that each slot receives, in fp32; None: nobody wants it.
     scores_BKS: Tensor | None = None
+    counted_BT: Tensor | None = None  # the new tokens whose attention that is (bool); None: all
 
 
 class KVCache:
@@ -80,6 +82,10 @@ class KVCache:
         self.resting_B: Tensor | None = None  # rows whose output nobody reads: see `resting`
         # How many of a pass's new tokens each row has, the others being padding; None: all.
         self.count_B: Tensor | None = None
+        # Of the last tokens of each row: of how many a prefill shall keep the queries, and what the
+        # last one has kept.
+        self.num_queries = 0
+        self.last_queries: LastQueries | None = None
         self._rows_B1 = torch.arange(num_rows, device=device)[:, None]
         if states is None and config.recurrence is not None:
             states = new_states(config.recurrence, num_rows, dtype, device)
@@ -101,6 +107,36 @@ class KVCache:
         part.seqlens_B, part.resting_B = self.seqlens_B, self.resting_B
         return part
 
+    def keep_queries(self, num_tokens: int) -> None:
+        """Let a prefill keep the queries of each row's last `num_tokens` tokens, unless these are
+        too many.
+        """
+        if num_tokens <= MOST_KEPT:
+            self.num_queries = max(self.num_queries, num_tokens)
+
+    def queries_for(self, attention: Attention, lengths_B: Tensor) -> LastQueries | None:
+        """Return where a prefill of so many tokens a row keeps queries; None if nobody asked."""
+        if not self.num_queries:
+            return None
+        if self.lacks_queries:
+            self.last_queries = LastQueries(
+                self.k_LBKSD, self.config.num_heads, self.num_queries, attention
+            )
+        assert self.last_queries is not None
+        self.last_queries.begin(lengths_B)
+        return self.last_queries
+
+    @property
+    def keeps_queries(self) -> bool:
+        """Return whether this is a pass of a prefill that keeps queries."""
+        return self.last_queries is not None and self.last_queries.is_open
+
+    @property
+    def lacks_queries(self) -> bool:
+        """Return whether the last prefill has kept fewer queries than were asked for since."""
+        kept = 0 if self.last_queries is None else self.last_queries.num_tokens
+        return kept < self.num_queries
+
     def resized(self, capacity: int) -> "KVCache":
         """Return a copy with `capacity` slots a row, which may be fewer: valid ones must not be
         left out. Recurrent states are shared, not copied.
@@ -117,6 +153,7 @@ class KVCache:
         other.k_LBKSD[..., :kept, :] = self.k_LBKSD[..., :kept, :]
         other.v_LBKSD[..., :kept, :] = self.v_LBKSD[..., :kept, :]
         other.seqlens_B.copy_(self.seqlens_B)
+        other.num_queries, other.last_queries = self.num_queries, self.last_queries
         return other
 
     def copy_row(self, row: int, source: "KVCache") -> None:
@@ -202,6 +239,8 @@ class KVCache:
         """Return attention of the T appended tokens over one layer; a policy that selects or
         observes does so here.
         """
+        if self.last_queries is not None:
+            self.last_queries.keep(layer, q_BTHD, attention)
         coded = self.coded(layer)
         if coded is not None:
             return attention.attend_coded(

@@ -39,10 +39,10 @@ class Entries(ctypes.Structure):
     """`struct Entries` of layer.cpp."""
 
     _fields_ = [
-        *library.pointers("k v positions"),
+        *library.pointers("k v queries positions"),
         ("codes", ctypes.POINTER(CodesCall)),
         *library.numbers("window"),
-        *library.pointers("indices scores"),
+        *library.pointers("indices scores counted"),
         *library.numbers("num_indices"),
     ]
 
@@ -108,7 +108,9 @@ def run(
     if CppOperators.max_rows < B * T or cache.k_LBKSD.dtype != x_BTE.dtype:
         return None
     kernel = _kernel_for(layers, x_BTE.dtype)
-    entries = None if kernel.call is None else _entries(cache, plans)
+    queries = cache.last_queries if cache.keeps_queries else None
+    q_LBTHD = None if queries is None else _room_for_queries(cache, x_BTE)
+    entries = None if kernel.call is None else _entries(cache, plans, q_LBTHD)
     if kernel.call is None or entries is None:
         return None
     rows = active_rows(cache.resting_B)  # only these are computed; M of them instead of B
@@ -138,7 +140,16 @@ def run(
         x_MTE = x_MTE if total_MTE is None else total_MTE
     if taps:
         taps.take(len(layers), among(rows, x_MTE, B))
+    if queries is not None and q_LBTHD is not None:
+        for layer, q_BTHD in enumerate(q_LBTHD):
+            queries.keep(layer, q_BTHD, attention)
     return among(rows, out_MTE, B)
+
+
+def _room_for_queries(cache: KVCache, x_BTE: Tensor) -> Tensor:
+    """Allocate the queries of all layers (L, B, T, H, D)."""
+    config = cache.config
+    return x_BTE.new_empty(config.num_layers, *x_BTE.shape[:2], config.num_heads, config.head_dim)
 
 
 def _of(rows: Tensor | None, x_B: Tensor) -> Tensor:
@@ -169,13 +180,14 @@ def _rotation(cache: KVCache, cos: Tensor, sin: Tensor, slots: Tensor, epsilon: 
     )
 
 
-def _entries(cache: KVCache, plans: list[Any]) -> Any:
+def _entries(cache: KVCache, plans: list[Any], q_LBTHD: Tensor | None) -> Any:
     """Return an array of each layer's `Entries`, which keeps the descriptions of codes alive.
 
     None where attention depends on queries, or reads codes that the kernel does not.
     """
     entries = (Entries * len(plans))()
     k_at, v_at = _layers_at(cache.k_LBKSD), _layers_at(cache.v_LBKSD)
+    q_at = None if q_LBTHD is None else _layers_at(q_LBTHD)
     for layer, plan in enumerate(plans):
         reading, coded = cache.reads(layer), cache.coded(layer)
         if reading is None or (coded is not None and not reads(coded)):
@@ -183,11 +195,13 @@ def _entries(cache: KVCache, plans: list[Any]) -> Any:
         entries[layer] = Entries(
             k_at[layer],
             v_at[layer],
+            None if q_at is None else q_at[layer],
             at(plan.positions_BKS),
             None if coded is None else ctypes.pointer(codes_call(coded)),
             plan.reach,
             at(reading.indices_BKN),
             at(reading.scores_BKS),
+            at(reading.counted_BT),
             0 if reading.indices_BKN is None else reading.indices_BKN.shape[-1],
         )
     return entries

@@ -54,6 +54,11 @@ class Shared:
             gc.collect()  # what the last job left: its rounds and its decoder refer to each other
         self._num_jobs += 1
 
+    @property
+    def keeps_prefills(self) -> bool:
+        """Return whether the next job may take over this one's prefilled prompts."""
+        return self._level == "prefill"
+
     def clear(self) -> None:
         """Keep nothing, as after a job that has failed."""
         self._kept.clear()
@@ -102,7 +107,7 @@ class Shared:
             num_batches == 1
             or memory_use.available_bytes(cache.k_LBKSD.device) > cache.num_bytes * num_batches
         )
-        if self._level == "prefill" and has_room:
+        if self.keeps_prefills and has_room:
             self._kept[key] = prefilled
 
     @property

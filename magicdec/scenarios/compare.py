@@ -23,6 +23,7 @@ from magicdec.measure.metrics import Metrics
 from magicdec.measure.round_profile import profile_round
 from magicdec.measure.system import Interference, Watch
 from magicdec.measure.trust import is_impossible
+from magicdec.models.last_queries import USUALLY_KEPT
 from magicdec.planning import build
 from magicdec.planning.resolved import Plan
 from magicdec.planning.shared import SHARED, Prefilled, prefill_key
@@ -203,6 +204,10 @@ def _opened(session: Session, engine: NativeEngine, number: int) -> Batch:
         else SHARED.prefilled(key, engine.capacity(max(map(len, tokens))))
     )
     batch = engine.open(tokens, start, shared.cache if shared else None)
+    if SHARED.keeps_prefills:  # the next job's policy may score by them
+        batch.decoder.cache.keep_queries(USUALLY_KEPT)
+    if batch.decoder.cache.lacks_queries:
+        shared = None
     if shared:
         batch.decoder.resume(shared.last_BE)
     prefilled = shared or _prefill(batch, engine, session.progress, rehearses=start == 0)

@@ -83,11 +83,28 @@ def test_scores_against_sdpa(num_new, group, window, dtype, splits, some, writte
     rough = dtype != torch.float32
     tolerance = {"atol": 1e-4, "rtol": 1e-2} if rough else {"atol": 1e-5, "rtol": 1e-4}
     torch.testing.assert_close(scores, right_scores, **tolerance)
-    added = torch.ones_like(scores)
-    attention = TritonAttention()
-    plan = twins.plan_of(attention, q, k, seqlens, window)
-    assert torch.equal(attention.attend_observed(q, k, v, plan, added, counted), out)
-    torch.testing.assert_close(added, scores + 1)
+    ours = twins.score_keys(TritonAttention(), q, k, seqlens, window, counted)
+    torch.testing.assert_close(ours, right_scores, **tolerance)
+    again, scores = twins.observed(TritonAttention(), q, k, v, seqlens, window)
+    assert torch.equal(again, out)
+    _, right_scores = twins.expected_scored(q, k, v, seqlens, window, twins.ends(num_new))
+    torch.testing.assert_close(scores, right_scores, **tolerance)
+
+
+@pytest.mark.parametrize(
+    ("num_new", "group", "dtype", "splits"),
+    [(40, 4, torch.float32, 1), (70, 2, torch.bfloat16, 3)],
+)
+def test_keys_are_scored_by_more_rows_than_a_tile(num_new, group, dtype, splits, monkeypatch):
+    """What lies behind the valid entries is never read."""
+    monkeypatch.setattr("magicdec.attention.cuda.triton_grid.split_count", lambda *_: splits)
+    q, k, v, seqlens = twins.case(num_new, group, 80, 200, dtype)
+    counted = twins.some_tokens(num_new)
+    _, right = twins.expected_scored(q, k, v, seqlens, None, counted)
+    k = twins.with_nan_behind(k, seqlens)
+    ours = twins.score_keys(TritonAttention(), q, k, seqlens, None, counted)
+    rough = dtype != torch.float32
+    torch.testing.assert_close(ours, right, atol=1e-4, rtol=1e-2 if rough else 1e-4)
 
 
 @pytest.mark.parametrize(("num_new", "window"), [(1, None), (4, 100)])

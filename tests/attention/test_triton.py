@@ -194,7 +194,7 @@ def test_summing_compiled(capability, some):
     """Nothing spilled."""
     types = {"raw": "*fp16", "lse": "*fp32", "seqlens": "*i32", "counted": "*u8", "out": "*fp32"}
     types |= {"positions": "*i32"}
-    constants = {"K": 8, "J": 4, "BLOCK": triton_scores.SUMMED, "ADDED": some}
+    constants = {"K": 8, "J": 4, "BLOCK": triton_scores.SUMMED, "ENDS_ALONE": some}
     constants |= {} if some else {"counted": None, "positions": None}
     assert (
         build(
@@ -209,18 +209,24 @@ def test_summing_compiled(capability, some):
 @pytest.mark.parametrize("group", [1, 4, 8])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 2e-3), (torch.bfloat16, 1.6e-2)])
 def test_on_a_gpu(num_new, group, dtype, tolerance):
+    attention = ours.TritonAttention()
     for dim in ours.HEAD_DIMS:
         arguments = [x.cuda() for x in twins.case(num_new, group, dim, 3000, dtype)]
-        out = twins.attend(ours.TritonAttention(), *arguments)
+        out = twins.attend(attention, *arguments)
         torch.testing.assert_close(
             out.float(), twins.expected(*arguments), atol=tolerance, rtol=tolerance
         )
         if num_new <= 64:
             # Written in half precision, or multiplied again.
-            scores = twins.attend_scored(ours.TritonAttention(), *arguments)[1]
-            torch.testing.assert_close(
-                scores, twins.expected_scored(*arguments)[1], atol=2e-3, rtol=2e-2
-            )
+            scores = twins.attend_scored(attention, *arguments)[1]
+            rough = {"atol": 2e-3, "rtol": 2e-2}
+            q, k, _, seqlens = arguments
+            right = twins.expected_scored(*arguments)[1]
+            torch.testing.assert_close(scores, right, **rough)
+            torch.testing.assert_close(twins.score_keys(attention, q, k, seqlens), right, **rough)
+            counted = twins.ends(num_new).cuda()
+            _, right = twins.expected_scored(*arguments, counted=counted)
+            torch.testing.assert_close(twins.observed(attention, *arguments)[1], right, **rough)
 
 
 @pytest.mark.gpu

@@ -114,6 +114,25 @@ def attend_scored(backend: Attention, q, k, v, seqlens, window=None, counted=Non
     return out, torch.nn.functional.pad(scores, (0, k.shape[2] - scores.shape[-1]))
 
 
+def score_keys(backend: Attention, q, k, seqlens, window=None, counted=None):
+    """Return a score for every slot by queries and keys alone."""
+    scores = backend.score_keys(q, k, plan_of(backend, q, k, seqlens, window), counted)
+    return torch.nn.functional.pad(scores, (0, k.shape[2] - scores.shape[-1]))
+
+
+def observed(backend: Attention, q, k, v, seqlens, window=None):
+    """Return attention, and a score for every slot by the first and the last new token."""
+    scores = torch.full(k.shape[:3], 7.0, device=k.device)
+    plan = plan_of(backend, q, k, seqlens, window)
+    return backend.attend_observed(q, k, v, plan, scores), scores
+
+
+def ends(num_new):
+    """Return the first and the last of the new tokens, of three rows."""
+    index = torch.arange(num_new)
+    return ((index == 0) | (index == num_new - 1)).expand(3, -1)
+
+
 def coded_case(num_new, group, dim, longest, bits, dtype=torch.float32):
     """A case and its entries as codes: all but the last, some, and none of a row's; what they
     replace is spoilt.

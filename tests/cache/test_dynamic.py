@@ -162,17 +162,26 @@ def test_verify_guided(budget, gamma, lengths, seed, window, counts):
         scores = torch.rand(L, B, K, S, generator=generator)
 
 
-def test_a_pass_writes_its_scores_where_there_are_none_to_add_to():
-    observed = ObservedCache(random_target([5, 9], torch.Generator(), None), num_layers=1)
-    for _ in range(2):
-        written = observed.reads(0).scores_BKS
-        assert written.data_ptr() == observed.scores_LBKS.data_ptr()
+@pytest.mark.parametrize("num_new", [1, 2, 5])
+def test_a_verification_is_scored_by_its_first_and_its_last_token(num_new):
+    """A later one replaces the scores, also those of slots that it does not reach."""
+    target = random_target([20, 9], torch.Generator().manual_seed(3), None)
+    observed, attention = ObservedCache(target, num_layers=1), SdpaAttention()
+    q = torch.randn(B, num_new, H, D, generator=torch.Generator().manual_seed(4))
+    entries = target.k_LBKSD[0], target.v_LBKSD[0]
+    for length in ([20, 9], [12, 6]):
+        observed.rollback(torch.tensor(length, dtype=torch.int32) - num_new)
+        plan, *_ = observed.plan(attention, num_new, torch.float32)
+        counted_BT = torch.zeros(B, num_new, dtype=torch.bool)
+        counted_BT[:, [0, -1]] = True
+        out_BTHD, right = attention.attend_scored(q, *entries, plan, counted_BT)
+        assert torch.equal(observed.attend(0, q, attention, plan), out_BTHD)
+        reading = observed.reads(0)
+        assert torch.equal(reading.counted_BT, counted_BT)
+        assert reading.scores_BKS.data_ptr() == observed.scores_LBKS.data_ptr()
+        assert torch.equal(observed.scores_LBKS[0, ..., : right.shape[-1]], right)
+        assert not observed.scores_LBKS[0, ..., right.shape[-1] :].any()
         assert observed.reads(1).scores_BKS is None, "this layer is not observed"
-        observed.advance(1)
-        assert observed.reads(0) is None, "the next pass adds to the scores of this one"
-        observed.clear()
-    observed.counted_BT = torch.ones(B, 1, dtype=torch.bool)
-    assert observed.reads(0) is None, "some of the new tokens do not count"
 
 
 def test_verify_guided_is_refreshed_every_so_many_rounds():

@@ -17,7 +17,7 @@ from magicdec.cache.h2o import H2O, H2OCache
 from magicdec.cache.pyramidkv import PyramidKV, PyramidKVCache
 from magicdec.cache.snapkv import SnapKV, SnapKVCache
 from magicdec.config.choices import CacheSpec
-from magicdec.decoding.prefill import score
+from magicdec.decoding.scoring import score
 from magicdec.models.kv_cache import KVCache
 from tests.small import random_prompts, small_model
 

@@ -228,6 +228,8 @@ def _traffic(name: str, arguments: dict[str, Any]) -> tuple[int, int]:
     if name == "score_keys":
         read = sum(_bytes(arguments[key]) for key in ("q", "k", "lse"))
         return read, _bytes(arguments["out"])
+    if name == "sum_keys":
+        return _bytes(arguments["q"]) + _bytes(arguments["k"]), _bytes(arguments["lse"])
     if name == "sum_scores":
         return _bytes(arguments["raw"]) + _bytes(arguments["lse"]), _bytes(arguments["out"])
     if written := {"weigh_places": ("raw", "lse"), "select_places": ("out",)}.get(name):
@@ -306,7 +308,7 @@ def fake_cuda(capability: int | None = None) -> Iterator[Recording]:
     recording, card = Recording(), GPUS[capability or 90]
     launched = (
         (split_kv, ("attend_split", "merge_splits")),
-        (received_scores, ("sum_scores", "score_keys")),
+        (received_scores, ("sum_scores", "score_keys", "sum_keys")),
         (coded_kv, ("attend_coded",)),
         (selected_slots, ("weigh_places", "select_places")),
         (triton_sampling, ("collect", "find_cut", "write", "draw_numbers")),

@@ -72,19 +72,45 @@ def observed(num_new):
     return seen
 
 
-def test_a_verification_writes_its_scores_in_half_precision_and_adds_them_in_place():
+def test_a_verification_writes_the_scores_of_two_tokens_in_half_precision():
+    """Of each query head: a 16th of the bytes of keys and values. They are summed in place."""
     seen = observed(5)
     *_, last = seen.launches
     assert [op.name for op in seen.ops][-1] == "triton:sum_scores"
     assert last.arguments["raw"].dtype == torch.float16
-    assert last.arguments["raw"].shape == (64, 20, 32768)
-    assert last.arguments["ADDED"]
+    assert last.arguments["raw"].shape == (64, 2 * 4, 32768)
+    assert last.arguments["out"].shape == (8, 8, 32768)
+
+
+def keys_scored():
+    """Return what a layer launches that scores by 32 queries."""
+    with fake_cuda(90) as recording, recording.of() as seen:
+        q = torch.empty(8, 32, 32, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
+        k = torch.empty(8, 8, 32768, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
+        lengths_B = torch.empty(8, dtype=torch.int32, device="cuda")
+        attention = TritonAttention()
+        plan = attention.plan(lengths_B, Shape(32, k.shape[2], 4, q.dtype), None)
+        attention.score_keys(q, k, plan)
+    return seen.launches
+
+
+def test_the_log_sum_exp_of_many_queries_is_taken_as_fast_as_keys_are_read():
+    """Where all queries see the keys, instructions are issued in half of the time in which an H100
+    reads them, and nothing is spilled.
+    """
+    first, second = keys_scored()
+    assert [first.name, second.name] == ["sum_keys", "score_keys"]
+    made, sizes = compiled(first, 90), first.arguments
+    assert made.spilled == 0
+    _, unmasked, masked = loops(made)
+    assert 0 < unmasked["HGMMA"] == masked["HGMMA"]
+    reading = sizes["BLOCK"] * HEAD_DIM * BYTES / BYTES_A_CYCLE[90]
+    assert cycles(made, [unmasked]) <= 0.5 * reading
 
 
 def test_many_queries_are_scored_from_keys_alone():
     """No score is written, and instructions are issued in the time in which an H100 reads keys."""
-    seen = observed(32)
-    *others, last = seen.launches
+    *others, last = keys_scored()
     assert last.name == "score_keys"
     assert all(launch.arguments.get("raw") is None for launch in others)
     made, sizes = compiled(last, 90), last.arguments

@@ -131,6 +131,15 @@ def test_weights_alone(tmp_path):
     assert [id(value) for value in SHARED._kept.values()] == [id(value) for value in weights]
 
 
+def test_a_policy_that_scores_by_more_queries_than_were_kept_prefills_again(tmp_path):
+    change = "cache.observation_window=48"
+    alone = done(tmp_path, "snapkv", change, share="none")
+    done(tmp_path, "streaming")
+    assert done(tmp_path, "snapkv")[0] is True
+    assert done(tmp_path, "snapkv", change) == (False, *alone[1:])
+    assert done(tmp_path, "snapkv", change) == (True, *alone[1:])
+
+
 def test_several_batches(tmp_path):
     changes = ("batch.num_batches=3", "sampling.ignore_eos=false")
     alone = done(tmp_path, "streaming", *changes, share="none")

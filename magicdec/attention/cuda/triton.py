@@ -80,8 +80,9 @@ class TritonAttention(KernelAttention):
         plan: KernelPlan,
         counted_BT: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        scores_BKS = torch.empty(k_BKSD.shape[:3], dtype=torch.float32, device=q_BTHD.device)
-        return self._observe(q_BTHD, k_BKSD, v_BKSD, plan, counted_BT, scores_BKS), scores_BKS
+        scores_BKS = scores.empty(k_BKSD)
+        given = self._observation(q_BTHD, k_BKSD, plan, counted_BT)
+        return self._observe(given, v_BKSD, scores_BKS), scores_BKS
 
     @override
     def attend_observed(
@@ -91,29 +92,31 @@ class TritonAttention(KernelAttention):
         v_BKSD: Tensor,
         plan: KernelPlan,
         scores_BKS: Tensor,
-        counted_BT: Tensor | None = None,
     ) -> Tensor:
         q, k, v = map(with_dense_entries, (q_BTHD, k_BKSD, v_BKSD))
-        counted_BT = counted_BT if counted_BT is None else counted_BT.contiguous()
-        return self._observe(q, k, v, plan, counted_BT, scores_BKS, added=True)
+        given = self._observation(q, k, plan, None)._replace(ends_alone=q.shape[1] > 1)
+        return self._observe(given, v, scores_BKS)
 
-    def _observe(
-        self,
-        q_BTHD: Tensor,
-        k_BKSD: Tensor,
-        v_BKSD: Tensor,
-        plan: KernelPlan,
-        counted_BT: Tensor | None,
-        scores_BKS: Tensor,
-        added: bool = False,
+    @override
+    def score_keys(
+        self, q_BTHD: Tensor, k_BKSD: Tensor, plan: KernelPlan, counted_BT: Tensor | None = None
     ) -> Tensor:
-        """Attend, and write what each slot received, or add it."""
-        raw = scores.allocate(q_BTHD, k_BKSD)
-        out_BTHD, lse = self._attend(q_BTHD, k_BKSD, v_BKSD, plan, None, raw, summed=True)
-        if not q_BTHD.is_meta:
-            softcap = self.weighting.softcap
-            given = scores.Observation(q_BTHD, k_BKSD, plan, counted_BT, softcap)
-            scores.receive(given, raw, lse, scores_BKS, added)
+        q, k = map(with_dense_entries, (q_BTHD, k_BKSD))
+        counted_BT = counted_BT if counted_BT is None else counted_BT.contiguous()
+        return scores.from_keys(self._observation(q, k, plan, counted_BT))
+
+    def _observation(
+        self, q_BTHD: Tensor, k_BKSD: Tensor, plan: KernelPlan, counted_BT: Tensor | None
+    ) -> scores.Observation:
+        return scores.Observation(q_BTHD, k_BKSD, plan, counted_BT, self.weighting)
+
+    def _observe(self, given: scores.Observation, v_BKSD: Tensor, scores_BKS: Tensor) -> Tensor:
+        """Attend, and write what each slot received."""
+        raw = scores.allocate(given)
+        out_BTHD, lse = self._attend(
+            given.q_BTHD, given.k_BKSD, v_BKSD, given.plan, None, raw, True, given.ends_alone
+        )
+        scores.receive(given, raw, lse, scores_BKS)
         return out_BTHD
 
     @override
@@ -162,9 +165,11 @@ class TritonAttention(KernelAttention):
         indices_BKN: Tensor | None,
         raw: Tensor | None,
         summed: bool = False,
+        ends_alone: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Return the output, and the log-sum-exp of each split if there are several or they are to
-        be `summed`; write scores to `raw` where it is given.
+        be `summed`; write scores to `raw` where it is given, all or those of the first and the last
+        token.
         """
         (B, T, H, D), (K, S) = q_BTHD.shape, k_BKSD.shape[1:3]
         J, positions = H // K, plan.positions_BKS
@@ -178,6 +183,7 @@ class TritonAttention(KernelAttention):
             indices_BKN is not None,
             raw is not None,
             positions is not None,
+            ends_alone,
         )
         arguments: dict[str, Any] = {
             "q": q_BTHD, "k": k_BKSD, "v": v_BKSD, "seqlens": plan.seqlens_B, "indices": indices_BKN,  # noqa: E501
@@ -224,6 +230,7 @@ class Variant:
     selected: bool
     scored: bool
     positioned: bool
+    ends_alone: bool = False  # scores are written of the first and the last new token alone
 
     @property
     def tile(self) -> int:
@@ -281,6 +288,7 @@ class Variant:
             "SELECTED": self.selected,
             "SPLIT": split,
             "SCORED": self.scored,
+            "ENDS_ALONE": self.ends_alone,
             "SUMMED": split or self.scored,
             "UNMASKED": (
                 self.query_rows > MAX_TILE and not (self.selected or self.scored or self.positioned)

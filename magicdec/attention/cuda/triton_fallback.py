@@ -83,11 +83,18 @@ class LibraryAttention(KernelAttention):
         v_BKSD: Tensor,
         plan: KernelPlan,
         scores_BKS: Tensor,
-        counted_BT: Tensor | None = None,
     ) -> Tensor:
         if other := self._triton_for(q_BTHD.device, q_BTHD.dtype, q_BTHD.shape[-1]):
-            return other.attend_observed(q_BTHD, k_BKSD, v_BKSD, plan, scores_BKS, counted_BT)
-        return super().attend_observed(q_BTHD, k_BKSD, v_BKSD, plan, scores_BKS, counted_BT)
+            return other.attend_observed(q_BTHD, k_BKSD, v_BKSD, plan, scores_BKS)
+        return super().attend_observed(q_BTHD, k_BKSD, v_BKSD, plan, scores_BKS)
+
+    @override
+    def score_keys(
+        self, q_BTHD: Tensor, k_BKSD: Tensor, plan: KernelPlan, counted_BT: Tensor | None = None
+    ) -> Tensor:
+        if other := self._triton_for(q_BTHD.device, q_BTHD.dtype, q_BTHD.shape[-1]):
+            return other.score_keys(q_BTHD, k_BKSD, plan, counted_BT)
+        return super().score_keys(q_BTHD, k_BKSD, plan, counted_BT)
 
     @override
     def select_largest(self, scores: Tensor, first: Tensor, last: Tensor, count: int) -> Tensor:
