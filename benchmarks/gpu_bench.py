@@ -50,6 +50,7 @@ class Sizes:
     policy_rows: float = 0.6  # of the first cell: two policies keep more than the cache itself
     gammas: tuple[int, ...] = (4, 2, 3, 6)
     prefill: tuple[int, int] = (4, 16384)
+    pass_tokens: tuple[int, ...] = (16384, 2048)  # of all rows
     sampling: Sampling = SAMPLED
     kernel_contexts: tuple[int, ...] = (4096, 16384, 32768, 100_000)
     kernel_tokens: tuple[int, ...] = (1, 2, 4, 5, 8)
@@ -69,6 +70,7 @@ class Sizes:
         ("tests/verification/test_truncation.py", ""),
         ("tests/serving/test_lossless.py", "streaming"),
         ("tests/attention/test_flashinfer.py", ""),
+        ("tests/attention/test_varlen.py", ""),
         ("tests/measure/test_gpu.py", ""),
         ("tests/commands/test_doctor.py", ""),
     )
@@ -84,6 +86,7 @@ REHEARSAL = Sizes(
     budgets=(32, 64),
     gammas=(2, 3),
     prefill=(2, 128),
+    pass_tokens=(128, 64),
     kernel_contexts=(256,),
     kernel_tokens=(1, 4),
     kernel_bytes=1 << 20,

@@ -110,44 +110,55 @@ def _steps(bench: Bench, batch: int, context: int, budget: int, gamma: int) -> R
 
 
 def prefill(bench: Bench) -> Iterator[Point]:
-    """Prefill the large model, once."""
-    (batch, context), budget, gamma = (
-        bench.sizes.prefill,
-        bench.sizes.budgets[0],
-        bench.sizes.gammas[0],
+    """Prefill the large model in long and in short passes, by the usual attention and by
+    PyTorch's.
+    """
+    batch, context = bench.sizes.prefill
+    for attention in ("", "varlen"):
+        for tokens in bench.sizes.pass_tokens:
+            name = f"{batch} x {context}, passes of {tokens}"
+            name += f", {attention}" if attention else ""
+            yield Point("prefill", name, partial(_prefilled, bench, tokens, attention), LARGE_S)
+
+
+def _prefilled(bench: Bench, tokens: int, attention: str) -> Record:
+    """Prefill once. Raise UserError where this attention cannot be used."""
+    (batch, context), target = bench.sizes.prefill, bench.engine.target
+    c, usual, chunk = target.config, target.attention, min(context, max(1, tokens // batch))
+    if attention:
+        backends.choose(attention, bench.device, bench.dtype, [c.head_dim])
+        target.attention = BACKENDS[attention].work()
+    generator = torch.Generator().manual_seed(0)
+    prompts = torch.randint(0, c.vocab_size, (batch, context), generator=generator).tolist()
+    opened = bench.engine.open(prompts)
+    try:
+        opened.decoder.rehearse_prefill(chunk)
+        seconds = opened.decoder.prefill(chunk)
+    finally:
+        target.attention = usual
+    opened.decoder.state.check_finite("in the prefill")
+    opened.close()
+    layers = sum(weight.numel() for weight in target.layers.parameters())
+    flops = (
+        2 * layers * batch * context
+        + 2 * c.num_layers * c.num_heads * c.head_dim * batch * context**2
     )
-
-    def measured() -> Record:
-        engine, generator = bench.engine, torch.Generator().manual_seed(0)
-        prompts = torch.randint(
-            0, engine.target.config.vocab_size, (batch, context), generator=generator
-        ).tolist()
-        opened = engine.open(prompts)
-        opened.decoder.rehearse_prefill(engine.prefill_chunk)
-        seconds = opened.decoder.prefill(engine.prefill_chunk)
-        opened.decoder.state.check_finite("in the prefill")
-        opened.close()
-        c = engine.target.config
-        layers = sum(weight.numel() for weight in engine.target.layers.parameters())
-        flops = (
-            2 * layers * batch * context
-            + 2 * c.num_layers * c.num_heads * c.head_dim * batch * context**2
-        )
-        rate = bench.store.points("ceilings").get("ceilings", {}).get("matmul_tflops")
-        achieved = flops / seconds / 1e12
-        setup, chunk = bench.setup(bench.large(batch, context, budget, gamma)), engine.prefill_chunk
-        step = setup and setup.target_pass._replace(
-            query_tokens=chunk, cached_tokens=context / 2, chooses=False
-        )
-        predicted = step and step_time(step, setup.hardware).total * context / chunk
-        ratios = {"tflops": achieved, "of_matmul": rate and achieved / rate}
-        return {
-            "s": seconds,
-            "predicted_s": predicted,
-            "tokens_per_s": batch * context / seconds,
-        } | ratios
-
-    yield Point("prefill", f"{batch} x {context}", measured, LARGE_S)
+    rate = bench.store.points("ceilings").get("ceilings", {}).get("matmul_tflops")
+    achieved = flops / seconds / 1e12
+    setup = bench.setup(bench.large(batch, context, bench.sizes.budgets[0], bench.sizes.gammas[0]))
+    step = setup and setup.target_pass._replace(
+        query_tokens=chunk, cached_tokens=context / 2, chooses=False
+    )
+    predicted = step and step_time(step, setup.hardware).total * context / chunk
+    return {
+        "pass_tokens": chunk * batch,
+        "attention": attention or "usual",
+        "s": seconds,
+        "predicted_s": predicted,
+        "tokens_per_s": batch * context / seconds,
+        "tflops": achieved,
+        "of_matmul": rate and achieved / rate,
+    }
 
 
 def rounds(bench: Bench) -> Iterator[Point]:

@@ -22,6 +22,9 @@ from magicdec.units import GIB
 # Memory that suffices without a look at activations: so many times what weights and caches take,
 # and more bytes.
 AMPLE, SPARE = 2, 4 * GIB
+# Tokens of a pass of the prefill on a GPU with room for its activations: so many times what the
+# matmuls of a layer write.
+LONGEST_PASS, ACTIVATIONS = 16384, 2
 FILLED = 0.9  # of a device's memory, with what batch.size=auto holds: activations need some, too
 
 
@@ -110,9 +113,28 @@ def num_bytes(plan: Plan) -> float:
 
 
 def fitting(plan: Plan, asked: BatchConfig) -> Plan:
-    """Return the plan with fewer rows where `asked` has batch.size=auto and the usual number does
-    not fit.
+    """Return the plan with what `asked` leaves to the memory: fewer rows than usual where these do
+    not fit, and longer passes of the prefill where a GPU has room.
     """
+    return _in_long_passes(_with_rows(plan, asked), asked)
+
+
+def _in_long_passes(plan: Plan, asked: BatchConfig) -> Plan:
+    batch = plan.config.batch
+    if asked.prefill_chunk != "auto" or plan.device.type != "cuda" or plan.config.scenario.serves:
+        return plan
+    rows, target = int(batch.size), plan.target.config
+    features = 3 * target.intermediate_size // plan.num_ranks + 8 * target.hidden_size
+    of_token = ACTIVATIONS * plan.dtype.itemsize * features
+    left = _memory_bytes(plan) - held(plan, rows, batch.context_len).total
+    tokens = LONGEST_PASS
+    while tokens > 1 and tokens * of_token > left:
+        tokens //= 2
+    chunk = max(int(batch.prefill_chunk), tokens // rows)
+    return replace(plan, config=replace(plan.config, batch=replace(batch, prefill_chunk=chunk)))
+
+
+def _with_rows(plan: Plan, asked: BatchConfig) -> Plan:
     if asked.size != "auto":
         return plan
     config, context_len = plan.config, plan.config.batch.context_len

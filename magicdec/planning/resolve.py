@@ -23,7 +23,7 @@ from magicdec.planning.identity import identify, taking_back
 from magicdec.planning.resolved import Plan, PlannedModel
 
 # batch.prefill_chunk=auto: CHUNK tokens of each row, or more where a pass of all rows would have
-# few tokens.
+# few tokens. A GPU with room takes longer ones (fits.py).
 CHUNK, PASS_TOKENS_ON = 128, {"cpu": 1024, "cuda": 2048}
 # Requests are prefilled one by one while running ones wait.
 SERVED_CHUNK_ON = {"cpu": 256, "cuda": 2048}

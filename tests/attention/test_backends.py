@@ -59,7 +59,7 @@ def test_every_backend_is_listed_although_its_library_is_missing(monkeypatch):
         monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.setattr(toolchain, "find_spec", lambda _: None)
     toolchain.triton_obstacle.cache_clear()
-    assert list(BACKENDS) == ["cpp", "flash", "flashinfer", "sdpa", "triton"]
+    assert list(BACKENDS) == ["cpp", "flash", "flashinfer", "sdpa", "triton", "varlen"]
     for name in ("flash", "flashinfer", "triton"):
         assert backends.obstacle(name, CUDA, torch.bfloat16, [64]).startswith("is not installed")
     name, why = backends.choose("auto", CUDA, torch.bfloat16, [64])

@@ -288,7 +288,9 @@ RULES = {
     "must be one of checkpoint, random; did you mean random?": "target.weights=randm",
     "must be one of jsonl, pg19, prompts, random, repeat, ruler, stdlib": "data.name=book",
     "must be one of niah_single, niah_multikey, cwe": "data.name=ruler; data.task=qwe",
-    "must be one of auto, cpp, flash, flashinfer, sdpa, triton; did you mean cpp": "attention=cppp",
+    "must be one of auto, cpp, flash, flashinfer, sdpa, triton, varlen; did you mean cpp": (
+        "attention=cppp"
+    ),
     "must be one of none, dflash, eagle3, hierarchical, layer_skip, model, mtp, ngram, self, ": (
         "draft.name=sel"
     ),

@@ -102,6 +102,25 @@ def test_few_rows_are_prefilled_in_longer_chunks(plan):
     assert [plan(*keys).config.batch.prefill_chunk for keys in chosen] == [128, 2048, 256, 2048, 96]
 
 
+@pytest.mark.parametrize(
+    ("gib", "keys", "chunk"),
+    [
+        (80, ["batch.size=1"], 16384),
+        (80, ["batch.size=8"], 2048),
+        (80, ["batch.size=256"], 128),
+        (80, ["batch.size=8", "batch.prefill_chunk=96"], 96),
+        (80, ["batch.size=8", "scenario=serve"], 2048),
+        (8, ["batch.size=1"], 8192),
+        (4, ["batch.size=1"], 2048),
+    ],
+)
+def test_a_gpu_with_room_prefills_in_long_passes(gib, keys, chunk, plan, monkeypatch):
+    """By all memory: two layers of Llama-3.1-8B and its vocabulary take 2.8 GiB."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, gib << 30))
+    asked = compose([*LARGE, *keys]).batch
+    assert fits.fitting(plan(*keys), asked).config.batch.prefill_chunk == chunk
+
+
 def test_one_row_is_prefilled_in_long_chunks_on_a_cpu_unless_others_wait():
     assert [resolve(compose([what])).config.batch.prefill_chunk for what in ONE_ROW] == [1024, 256]
 
