@@ -110,8 +110,9 @@ class CodedLinear(nn.Module):
         weight: Any = linear.weight
         codes, scales = weight.qdata, weight.scale
         if bits == 4:
-            low, high = codes.chunk(2, dim=1)
-            codes = low & 15 | high << 4
+            padded = F.pad(codes, (0, -codes.shape[1] % (2 * GROUP_SIZE)))
+            low, high = (padded + 8).view(torch.uint8).unflatten(1, (-1, 2, GROUP_SIZE)).unbind(2)
+            codes = (low | high << 4).flatten(1)
         self.codes = nn.Parameter(codes.contiguous(), requires_grad=False)
         self.scales = nn.Parameter(scales.contiguous(), requires_grad=False)
         self.bias, self.bits = linear.bias, bits
@@ -127,14 +128,13 @@ class CodedLinear(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The weights, decoded."""
-        codes = (
-            self.codes
-            if self.bits == 8
-            else torch.cat((self.codes << 4 >> 4, self.codes >> 4), dim=1)
-        )
-        return (
-            codes.to(self.scales.dtype).unflatten(1, (-1, GROUP_SIZE)) * self.scales[..., None]
-        ).flatten(1)
+        codes: Tensor = self.codes
+        if self.bits == 4:
+            of_groups = codes.unflatten(1, (-1, GROUP_SIZE))
+            both = torch.stack((of_groups & 15, of_groups >> 4), dim=2).view(torch.int8) - 8
+            codes = both.flatten(1)[:, : self.scales.shape[1] * GROUP_SIZE]
+        of_groups = codes.to(self.scales.dtype).unflatten(1, (-1, GROUP_SIZE))
+        return (of_groups * self.scales[..., None]).flatten(1)
 
 
 class PackedLinear(nn.Module):

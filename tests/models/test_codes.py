@@ -10,6 +10,7 @@ from magicdec.costmodel.round import CODE_ROWS
 from magicdec.models import code_matmul, quantize
 from tests.gpu_rehearsal.compile import GPUS, compiled
 from tests.gpu_rehearsal.fake import fake_cuda
+from tests.gpu_rehearsal.sass import cycles, loops
 
 
 @pytest.mark.parametrize("name", ["int8", "int4"])
@@ -38,3 +39,20 @@ def test_compiled(name, rows, outputs, capabilities):
         assert made.spilled == 0
         assert made.shared <= GPUS[capability].program_shared
         assert "mma" in made.ptx
+
+
+@pytest.mark.parametrize("outputs", [6144, 28672])
+@pytest.mark.parametrize("rows", [14, 24])
+def test_instructions_for_four_bits_take_less_than_half_of_the_time_of_full_weights(outputs, rows):
+    """At most 200 cycles for 4,096 weights on an H200, which reads them in bf16 in 451."""
+    with fake_cuda() as recording, recording.of() as seen:
+        x = torch.empty(rows, 4096, dtype=torch.bfloat16, device="cuda")
+        codes = torch.empty(outputs, 2048, dtype=torch.uint8, device="cuda")
+        scales = torch.empty(outputs, 128, dtype=torch.bfloat16, device="cuda")
+        code_matmul.launch(x, codes, scales, 4)
+    (launch,) = seen.launches
+    made = compiled(launch, 90)
+    turn = max(loops(made)[1:], key=lambda loop: loop["HMMA"])
+    weights = launch.arguments["BLOCK_N"] * 2 * launch.arguments["GROUP"]
+    assert made.spilled == 0
+    assert cycles(made, [turn]) * 4096 / weights <= 200
