@@ -5,14 +5,11 @@ import logging
 import os
 import random
 import signal
-from copy import deepcopy
-from pathlib import Path
 from zlib import crc32
 
 import numpy as np
 import pytest
 import torch
-from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hypothesis import register_random, settings
 
 from magicdec import threads
@@ -32,28 +29,6 @@ SEED = int(os.environ.get("MAGICDEC_TEST_SEED", "0"))
 # Examples are the same in each run, unless another seed is asked for.
 settings.register_profile("suite", deadline=None, derandomize=not SEED)
 settings.load_profile("suite")
-
-
-def parsed_once():
-    """Return how Hydra reads a file of the configuration, but with each file parsed only once: the
-    parser is in Python, and takes much of the time of composing.
-    """
-    load, parsed = FileConfigSource.load_config, {}
-
-    def load_config(source, config_path):
-        path = Path(source.path, source._normalize_file_name(config_path))
-        if not path.is_file():
-            return load(source, config_path=config_path)
-        stat = path.stat()
-        key = (path, stat.st_mtime_ns, stat.st_size)
-        if key not in parsed:
-            parsed[key] = load(source, config_path=config_path)
-        return deepcopy(parsed[key])
-
-    return load_config
-
-
-FileConfigSource.load_config = parsed_once()
 
 
 class TorchNumbers:
