@@ -6,9 +6,9 @@ With another busy process, a spinning thread takes the processor from the one th
 a decode step takes 10 to 30 times as long. A short spin is as fast on an idle machine, and leaves a
 busy one its fair share.
 
-Where Linux gives huge pages to those who ask (the usual `madvise`), PyTorch asks only if it is told
-to. A KV cache of half a gigabyte is 140,000 small pages, whose addresses take a part of the time in
-which the cache is read.
+Where Linux gives huge pages to those who ask (the usual `madvise`), PyTorch asks only when
+`THP_MEM_ALLOC_ENABLE` is set. A KV cache of half a gigabyte is 140,000 small pages, whose addresses
+take a part of the time in which the cache is read.
 """
 
 import os

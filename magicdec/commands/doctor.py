@@ -138,8 +138,8 @@ def describe_model(path: str, draft_path: str | None = None) -> int:
 
 
 def examine(begin: Callable[[str], None] | None = None) -> Iterator[Finding]:
-    """Yield the findings of all checks. An exception within a check is its failure. `begin` is told
-    what comes next.
+    """Yield the findings of all checks. An exception within a check is its failure. `begin` is
+    called with the name of each check before it runs.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     checks: dict[str, Callable[[torch.device], Iterator[Finding]]] = {

@@ -3,7 +3,7 @@ what was held constant in the caption.
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from magicdec.errors import UserError, exit_code
@@ -11,7 +11,7 @@ from magicdec.report import figures, picture, query
 from magicdec.report.by_context import CONTEXT, rows_by_context
 from magicdec.report.rows import keys_of, read_runs, rows_of
 from magicdec.shell import command_line
-from magicdec.tracking.columns import is_setting
+from magicdec.tracking.columns import Row, is_setting
 from magicdec.tracking.store import shown
 
 
@@ -20,7 +20,7 @@ def main(arguments: Sequence[str]) -> int:
     return exit_code(lambda: _figure(arguments))
 
 
-def _figure(arguments: Sequence[str]) -> None:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("magicdec figure", description=__doc__)
     parser.add_argument("runs_dir", type=Path, help="a run store, as in runs_dir=FOLDER")
     parser.add_argument(
@@ -47,7 +47,11 @@ def _figure(arguments: Sequence[str]) -> None:
     parser.add_argument(
         "--out", metavar="FILE", type=Path, help="the file; by default named after the axes"
     )
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def _figure(arguments: Sequence[str]) -> None:
+    options = _parser().parse_args(arguments)
     rows = query.select(rows_of(read_runs(options.runs_dir, options.sweep)[0]), options.where)
     metrics = options.y or "speedup"
     if options.x == CONTEXT:
@@ -65,16 +69,7 @@ def _figure(arguments: Sequence[str]) -> None:
     )
     keys = [query.find_key(names, key, "--y") for key in metrics.split(",")]
     rows = [row for row in rows if row.get("status") == "done"]
-    for key in query.NEVER_MIXED:
-        values = sorted({str(row[key]) for row in rows if key in row})
-        if len(values) > 1 and key not in (x, series):
-            choice = (
-                f"choose one with --where '{key}={values[0]}', or draw them with --series {key}"
-            )
-            raise UserError(
-                f"the runs differ in {key} ({', '.join(values)}), and their median means nothing;"
-                f" {choice}"
-            )
+    _refuse_mixtures(rows, (x, series))
     title = keys[0] if len(keys) == 1 else ", ".join(keys)
     spec = figures.figure(rows, x, series, {key: key for key in keys}, title)
     if spec is None:
@@ -92,6 +87,19 @@ def _figure(arguments: Sequence[str]) -> None:
         )
     figures.draw(spec, path, command_line(["magicdec", "figure", *arguments]))
     print(f"written {shown(path)}")
+
+
+def _refuse_mixtures(rows: Sequence[Row], axes: Collection[str | None]) -> None:
+    """Raise UserError if the runs differ in what has no meaningful median, unless an axis shows
+    it.
+    """
+    for key in query.NEVER_MIXED:
+        values = sorted({str(row[key]) for row in rows if key in row})
+        if len(values) > 1 and key not in axes:
+            raise UserError(
+                f"the runs differ in {key} ({', '.join(values)}), and their median means nothing;"
+                f" choose one with --where '{key}={values[0]}', or draw them with --series {key}"
+            )
 
 
 def _setting(names: Sequence[str], key: str, option: str) -> str:

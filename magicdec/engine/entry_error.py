@@ -1,4 +1,4 @@
-"""How far entries that were computed again are from those of a cache.
+"""The distance of entries that were computed again from those of a cache.
 
 B rows, T tokens, N numbers of a vector.
 """

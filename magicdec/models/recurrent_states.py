@@ -28,7 +28,7 @@ from magicdec.models.computed_rows import active_rows
 
 
 class RuleInputs(NamedTuple):
-    """What the gated delta rule reads of T tokens, with G heads of queries and keys."""
+    """The inputs of the gated delta rule for T tokens, with G heads of queries and keys."""
 
     q_RTGK: Tensor
     k_RTGK: Tensor
@@ -278,7 +278,7 @@ class KeptStates(States):
 
 
 class ReplayedStates(States):
-    """What the rule has read in a tentative pass is kept, and replayed."""
+    """States that are replayed from what the rule has read in a tentative pass."""
 
     def __init__(self, *sizes: Any):
         super().__init__(*sizes)

@@ -1,4 +1,4 @@
-"""What one model would do as the draft of another: `magicdec doctor --model A --draft B`."""
+"""Describe one model as the draft of another: `magicdec doctor --model A --draft B`."""
 
 from collections.abc import Iterator
 from pathlib import Path
