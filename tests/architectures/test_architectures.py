@@ -75,7 +75,7 @@ def test_targets_of_other_families_have_the_published_number_of_parameters(targe
 def test_targets_say_who_they_are_and_open_with_a_comment(target):
     content = values_of("target", target)
     assert (TARGETS / f"{target}.yaml").read_text().startswith("# ")
-    extra = {"implementation", "config_file"}
+    extra = {"implementation", "config_file", "rollback"}
     assert set(content) - extra == {"name", "path", "weights", "architecture"}
     assert (content["name"], content["weights"]) == (target, "checkpoint")
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from magicdec.http.completion import StoppableText
+from magicdec.http.stoppable_text import StoppableText
 
 
 class Letters:
