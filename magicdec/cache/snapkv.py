@@ -22,7 +22,7 @@ class SnapKV(CacheConfig):
     kernel: Annotated[
         int, must("must be an odd number of at least 1", lambda k: k >= 1 and k % 2 == 1)
     ] = 5
-    compact = replays = True
+    compact = True
     selects = "prefill"
 
 

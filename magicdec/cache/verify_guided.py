@@ -34,7 +34,7 @@ class VerifyGuided(CacheConfig):
     refresh: Count = 1
     observation_window: Count = 32
     selects, scores = "round", "verification"
-    needs_target = replays = True
+    needs_target = True
 
     @property
     @override

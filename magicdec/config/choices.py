@@ -51,7 +51,7 @@ class CacheConfig:
     quantized: ClassVar[bool] = False  # a draft step reads codes
     selects: ClassVar[Selects] = "never"  # when it selects entries by their attention
     scores: ClassVar[Scores] = "never"  # what computes the attention of every entry in a round
-    # Scores the context by its last tokens, which run again: recurrent layers cannot.
+    # Scores the context by running its tokens again, which recurrent layers cannot.
     replays: ClassVar[bool] = False
     # Works on the target's own cache, so no independent draft can use it.
     needs_target: ClassVar[bool] = False

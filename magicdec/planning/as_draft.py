@@ -54,6 +54,17 @@ def check_kind(draft: DraftConfig, model: ModelConfig) -> None:
         )
 
 
+def check_layers(model: ModelConfig, key: str) -> None:
+    """Raise UserError for a model with recurrent layers: only a target's go back to the accepted
+    tokens.
+    """
+    if model.recurrence is not None:
+        raise UserError(
+            f"{key}: it has recurrent layers, and a draft with a cache of its own cannot take back"
+            " the tokens that are rejected; choose a model whose layers all have attention"
+        )
+
+
 def examine_pair(target: Described, draft: Described) -> Iterator[tuple[str, str]]:
     """Yield what a model would do as the draft of a target, as checks and their texts."""
     if draft.config == target.config and draft.folder == target.folder:
@@ -81,6 +92,7 @@ def _refusals(facts: type[DraftConfig], target: Described, draft: Described) -> 
         if refusal := getattr(config, "refusal", ""):
             yield f"{model}: {refusal}"
     try:
+        check_layers(draft.config, "the draft")
         facts(model=ModelChoice("draft", architecture=draft.config)).check(target.config)
         if not facts.listens:
             where = (target.folder, draft.folder)

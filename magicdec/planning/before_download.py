@@ -77,7 +77,7 @@ def _refused(config: ModelConfig) -> Iterator[str]:
         yield "draft.quantization with draft=self: codes replace layers of our own transformer"
     if config.recurrence is not None:
         others = ", ".join(name for name in POLICIES if name not in _policies(config))
-        yield f"cache={others} with draft=self: recurrent layers cannot run the last tokens again"
+        yield f"cache={others} with draft=self: recurrent layers cannot run the context again"
         yield "draft.model: a draft of its own cannot take back the states of rejected tokens"
     longest = config.max_position_embeddings
     yield f"batch.context_len + batch.generate_len above {longest:,}: its trained context"

@@ -18,7 +18,7 @@ from magicdec.errors import UserError
 from magicdec.kernels.toolchain import triton_obstacle
 from magicdec.measure.system import cpu_name
 from magicdec.models import description
-from magicdec.planning.as_draft import check_kind
+from magicdec.planning.as_draft import check_kind, check_layers
 from magicdec.planning.identity import identify, taking_back
 from magicdec.planning.resolved import Plan, PlannedModel
 
@@ -248,15 +248,11 @@ def _check_modules(config: Config, target: PlannedModel, draft: PlannedModel | N
 def _check_recurrent(config: Config, model: PlannedModel) -> None:
     """Raise UserError for what recurrent layers cannot do."""
     if model.key != "target":
-        raise UserError(
-            f"{model.key}: it has recurrent layers, and a draft with a cache of its own cannot take"
-            " back the tokens that are rejected; choose a model whose layers all have attention"
-        )
+        check_layers(model.config, model.key)
     if config.draft.shares_target and config.cache.replays:
         raise UserError(
-            f"cache.policy={config.cache.policy} scores the context by its last tokens, which run"
-            " again, and the target's recurrent layers cannot go back to them; choose"
-            " cache.policy=streaming"
+            f"cache.policy={config.cache.policy} scores the context by running it again, and"
+            " the target's recurrent layers cannot go back to them; choose cache.policy=snapkv"
         )
 
 

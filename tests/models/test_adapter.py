@@ -236,7 +236,10 @@ REFUSED = [
         "from a checkpoint is never run",
     ),
     ({"model_type": "t5"}, "not a decoder alone|is not a causal"),
-    ({"model_type": "llama4_text"} | SIZES, "layer_types='chunked_attention' of model_type='llama4_text' is not supported"),
+    (
+        {"model_type": "llama4_text"} | SIZES,
+        "layer_types='chunked_attention' of model_type='llama4_text' is not supported",
+    ),
     ({"model_type": "mamba"}, "is not supported|cannot run over a cache"),
     (
         SIZES | {"model_type": "olmo2", "rope_parameters": DYNAMIC},

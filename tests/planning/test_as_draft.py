@@ -72,11 +72,14 @@ def test_a_model_of_other_tokens(small, family, changes, reason):
     assert reason in said(small("llama"), small(family, **changes))["refused"]
 
 
-def test_a_model_whose_layers_cannot_run(small, tmp_path):
+def test_a_model_whose_layers_keep_states(small, tmp_path):
     plain = json.loads((small("llama") / "config.json").read_text())
-    config = tmp_path / "chunked.json"
-    config.write_text(json.dumps(plain | {"model_type": "llama4_text"}))
-    assert "the draft: " in said(small("llama"), config)["refused"]
+    config = tmp_path / "hybrid.json"
+    layers = ["linear_attention", "linear_attention", "full_attention"]
+    config.write_text(json.dumps(plain | {"model_type": "qwen3_next", "layer_types": layers}))
+    assert said(small("llama"), config)["refused"].startswith(
+        "the draft: it has recurrent layers, and a draft with a cache of its own cannot take back"
+    )
 
 
 @pytest.mark.parametrize(

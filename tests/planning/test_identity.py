@@ -236,6 +236,8 @@ def test_predictions_are_of_the_folder_too(tmp_path):
 
 def test_predicting_a_named_option_reads_no_checkpoint():
     config = ModelConfig(1000, 64, 64, 2, 2, 1, 32, 512)
-    choice = ModelChoice("llama-3.1-8b", "meta-llama/Llama-3.1-8B", "checkpoint", "auto", architecture=config)
+    choice = ModelChoice(
+        "llama-3.1-8b", "meta-llama/Llama-3.1-8B", "checkpoint", "auto", architecture=config
+    )
     resolved = replace(choice, implementation="native")
     assert identify("target", choice, loads=False) == (resolved, None)
