@@ -114,7 +114,7 @@ def prefill(bench: Bench) -> Iterator[Point]:
     PyTorch's.
     """
     batch, context = bench.sizes.prefill
-    for attention in ("", "varlen"):
+    for attention in ("", "varlen") if bench.device.type == "cuda" else ("",):
         for tokens in bench.sizes.pass_tokens:
             name = f"{batch} x {context}, passes of {tokens}"
             name += f", {attention}" if attention else ""
@@ -373,7 +373,7 @@ PARTS = {
         2,
         rounds,
     ),
-    "prefill": Part("Prefill of Llama-3.1-8B, random weights", 0.5, prefill),
+    "prefill": Part("Prefill of Llama-3.1-8B, random weights", 1, prefill),
     "attention": Part(f"Attention of one layer; reading K and V once {COPIED}", 2, attention),
     "ranks": Part("All GPUs together", 2, ranks),
     "pair": Part("The bundled pair, real acceptance", 2, pair),
