@@ -52,9 +52,7 @@ def model_of(kind: str, longest: int) -> ModulesTransformer:
     """Return a model with random weights. One layer of four has attention in a hybrid."""
     every = 4 if KINDS[kind] else 1
     types = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(LAYERS)]
-    shape = Qwen3_5TextConfig(
-        **SMOLLM2, **DELTA_RULE, head_dim=64, intermediate_size=1536, layer_types=types
-    )
+    shape = Qwen3_5TextConfig(**SMOLLM2, **DELTA_RULE, head_dim=64, layer_types=types)
     config: Any = describe(shape.to_dict(), kind, "transformers")
     if config.recurrence is not None:
         recurrence = replace(config.recurrence, rollback=KINDS[kind])
