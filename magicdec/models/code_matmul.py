@@ -102,9 +102,10 @@ def weights_of_nibbles(code, dtype: tl.constexpr, PLAIN: tl.constexpr):
 @triton.jit
 def add_group(total, at_x, weight, scale, UPCAST: tl.constexpr):
     """Add the products of a group of inputs, whose weights have one scale in each output."""
-    part, weight = tl.load(at_x), weight * scale.to(weight.dtype)[:, None]
+    part = tl.load(at_x)
     if UPCAST:
         part, weight = part.to(tl.float32), weight.to(tl.float32)
+    weight = weight * scale.to(weight.dtype)[:, None]
     return tl.dot(part, tl.trans(weight), total, input_precision="ieee")
 
 
@@ -120,7 +121,7 @@ def multiply_codes(
     Rows and outputs that do not exist repeat the last ones, and are not stored, so that loads need
     no masks.
     """
-    NUMBER: tl.constexpr = x.dtype.element_ty
+    NUMBER: tl.constexpr = tl.float32 if PLAIN else x.dtype.element_ty
     row = tl.arange(0, ROWS)
     output = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     of_output = tl.minimum(output, N - 1)
