@@ -61,7 +61,7 @@ class H2OCache(ScoredCache):
         self.step_scores_GLBKC = self.scores_LBKC.new_zeros(
             self.spec.gamma, *self.scores_LBKC.shape
         )
-        self._step = 0
+        self._step, self._has_attended = 0, False
 
     @override
     def fixed_slots(self, budget: int) -> int:
@@ -89,12 +89,15 @@ class H2OCache(ScoredCache):
         counted_BT[:, -1] = True
         out_BTHD, scores_BKC = attention.attend_scored(q_BTHD, k_BKSD, v_BKSD, plan, counted_BT)
         self.step_scores_GLBKC[self._step, layer, :, :, : scores_BKC.shape[-1]] = scores_BKC
+        self._has_attended = True
         return out_BTHD
 
     @override
     def advance(self, num_new: int) -> None:
+        """End a step if there was one: a block counts tokens before they attend."""
         super().advance(num_new)
-        self._step += 1
+        if self._has_attended:
+            self._step, self._has_attended = self._step + 1, False
 
     @override
     def take(self, source: KVCache, first_slot_B: Tensor, count_B: Tensor, width: int) -> None:
@@ -112,7 +115,7 @@ class H2OCache(ScoredCache):
         behind_BC = slot_C >= self.committed_slots_B[:, None]
         self.scores_LBKC.masked_fill_(behind_BC[:, None], 0.0)
         self.step_scores_GLBKC.zero_()
-        self._step = 0
+        self._step, self._has_attended = 0, False
 
     def _evict(self, count_B: Tensor, width: int) -> None:
         """Let tokens that the window is about to lose compete with the heavy hitters, and note the

@@ -252,7 +252,7 @@ def _check_recurrent(config: Config, model: PlannedModel) -> None:
     if config.draft.shares_target and config.cache.replays:
         raise UserError(
             f"cache.policy={config.cache.policy} scores the context by running it again, and"
-            " the target's recurrent layers cannot go back to them; choose cache.policy=snapkv"
+            " recurrent layers cannot go back; choose cache.policy=snapkv"
         )
 
 

@@ -42,6 +42,10 @@ def test_every_draft_and_policy_writes_the_same_tokens(pair, family, gamma, fold
     check(family, *pair, gamma, folders)
 
 
+def test_a_block_of_one_token_has_one_step_to_score(folders):
+    check(FAMILIES[0], "dflash", "h2o", 1, folders)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize("family", FAMILIES)
