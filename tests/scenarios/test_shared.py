@@ -80,7 +80,8 @@ def test_results_equal_those_of_processes_of_their_own_in_any_order(tmp_path, at
     SHARED.begin("none")
     for number, name in enumerate(order):
         shared, *results = done(tmp_path, name, f"attention={attention}")
-        assert shared == (number > 0)
+        # h2o scores by the queries of the whole context, more than a shared prefill keeps.
+        assert shared == (number > 0 and name != "h2o"), name
         assert tuple(results) == alone[name], name
 
 
