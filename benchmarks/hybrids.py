@@ -30,7 +30,7 @@ from magicdec.costmodel.prediction import predict
 from magicdec.costmodel.round import Setup
 from magicdec.costmodel.speedup import omega
 from magicdec.models.adapter.load_modules import random
-from magicdec.models.adapter.model import ModulesTransformer
+from magicdec.models.adapter.modules_transformer import ModulesTransformer
 from magicdec.models.description import describe
 from magicdec.scenarios.profile import time_points
 

@@ -34,7 +34,7 @@ from magicdec.architectures.modules_config import ModulesConfig
 from magicdec.attention.base import Attention
 from magicdec.attention.sdpa import SdpaAttention
 from magicdec.models.adapter import load_modules as adapter
-from magicdec.models.adapter.model import ModulesTransformer
+from magicdec.models.adapter.modules_transformer import ModulesTransformer
 from magicdec.models.checkpoint import load
 from magicdec.models.description import read_config
 from magicdec.models.transformer import Transformer

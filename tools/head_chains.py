@@ -26,7 +26,7 @@ from magicdec.architectures.model_config import ModelConfig
 from magicdec.architectures.mtp_config import MtpConfig
 from magicdec.attention.sdpa import SdpaAttention
 from magicdec.models.head import Head
-from magicdec.models.mtp import MtpHead
+from magicdec.models.mtp_head import MtpHead
 from magicdec.models.operators import PYTORCH
 from magicdec.models.rope import frequencies_on
 from magicdec.models.transformer import Transformer

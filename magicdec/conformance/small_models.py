@@ -20,7 +20,7 @@ from magicdec.config.schema import BatchConfig, HardwareConfig, SamplingConfig
 from magicdec.engine.native import Batch, NativeEngine
 from magicdec.models.block import BlockHead
 from magicdec.models.head import Head
-from magicdec.models.mtp import MtpHead
+from magicdec.models.mtp_head import MtpHead
 from magicdec.models.transformer import Transformer
 
 VOCAB = 61

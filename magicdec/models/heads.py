@@ -5,7 +5,7 @@ from magicdec.architectures.head_config import HeadConfig
 from magicdec.architectures.mtp_config import MtpConfig
 from magicdec.models.block import BlockHead
 from magicdec.models.head import Head
-from magicdec.models.mtp import MtpHead
+from magicdec.models.mtp_head import MtpHead
 from magicdec.models.states_model import StatesModel
 
 HEADS: dict[type, type[StatesModel]] = {

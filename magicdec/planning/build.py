@@ -100,7 +100,7 @@ def without_weights(
     storage.
     """
     if isinstance(model.config, MtpModulesConfig):
-        from magicdec.models.adapter.mtp import load_mtp
+        from magicdec.models.adapter.mtp_modules import load_mtp
 
         return load_mtp(None, model.config, plan.dtype, torch.device("meta"), attention)
     if isinstance(model.config, ModulesConfig):
@@ -152,7 +152,7 @@ def _load_modules(
 ) -> Transformer:
     """Load transformers' modules onto this device."""
     from magicdec.models.adapter import load_modules
-    from magicdec.models.adapter.mtp import load_mtp
+    from magicdec.models.adapter.mtp_modules import load_mtp
 
     if isinstance(config, MtpModulesConfig):
         with progress.task(f"loading {model.key}", total=None):

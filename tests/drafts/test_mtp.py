@@ -17,11 +17,11 @@ from magicdec.attention.sdpa import SdpaAttention
 from magicdec.config.load import compose
 from magicdec.conformance.examine import both_ways
 from magicdec.errors import UserError
-from magicdec.models.adapter.mtp import load_mtp
+from magicdec.models.adapter.mtp_modules import load_mtp
 from magicdec.models.checkpoint import load
 from magicdec.models.description import read_config
 from magicdec.models.kv_cache import KVCache
-from magicdec.models.mtp import MtpHead
+from magicdec.models.mtp_head import MtpHead
 from magicdec.models.taps import Taps
 from magicdec.planning import build
 from magicdec.planning.resolve import resolve

@@ -29,8 +29,7 @@ from tests.small import new_engine, open_batch, random_prompts, small_drafter, s
 
 pytestmark = pytest.mark.slow
 GREEDY, SAMPLED = Sampling(), Sampling(temperature=0.8, top_k=20, top_p=0.9)
-CASES = [("self", policy, GREEDY) for policy in POLICIES]
-CASES += [(draft, "streaming", sampling) for draft in DRAFTS for sampling in (GREEDY, SAMPLED)]
+CASES = [("self", policy) for policy in POLICIES] + [(draft, "streaming") for draft in DRAFTS]
 KEYS = {"budget": 16, "num_sink": 2, "page_size": 4, "refresh": 4, "generate_len": 24}
 
 
@@ -56,8 +55,8 @@ def compiled_models(draft, model=None):
     return models
 
 
-def compiled_batch(draft, model=None, **keys):
-    target, model = compiled_models(draft, model)
+def batch_of(models, draft, **keys):
+    target, model = models
     return open_batch(
         target, random_prompts([33, 41, 20]), draft_name=draft, draft_model=model, **KEYS, **keys
     )
@@ -80,16 +79,19 @@ def decode(batch) -> None:
             batch.decoder.generate(batch.draft)
 
 
-@pytest.mark.parametrize(("draft", "policy", "sampling"), dict.fromkeys(CASES))
-def test_nothing_is_compiled_after_rehearsals(draft, policy, sampling, compiled):
-    decode(compiled_batch(draft, gamma=5, policy=policy, sampling=sampling))
+@pytest.mark.parametrize(("draft", "policy"), dict.fromkeys(CASES))
+def test_nothing_is_compiled_after_rehearsals(draft, policy, compiled):
+    """Of a greedy batch, and of one by the same models that samples."""
+    models = compiled_models(draft)
+    for sampling in (GREEDY, SAMPLED):
+        decode(batch_of(models, draft, gamma=5, policy=policy, sampling=sampling))
 
 
 @pytest.mark.parametrize("draft", ["self", "model", "eagle3"])
 def test_nothing_is_compiled_when_gamma_changes(draft, compiled, monkeypatch):
     monkeypatch.setattr("magicdec.engine.adaptive.AdaptiveCycle", Scripted)
     monkeypatch.setattr(choices, "AUTO_GAMMAS", (1, 2, 5))
-    batch = compiled_batch(draft, gamma="auto", policy="streaming")
+    batch = batch_of(compiled_models(draft), draft, gamma="auto", policy="streaming")
     decode(batch)
     cycle = batch.decoder.cycle_for(batch.draft)
     assert isinstance(cycle, AdaptiveCycle)
@@ -99,9 +101,8 @@ def test_nothing_is_compiled_when_gamma_changes(draft, compiled, monkeypatch):
 @pytest.mark.parametrize("bits", ["int8", "int4"])
 def test_nothing_is_compiled_after_rehearsals_of_a_quantized_draft(bits, compiled):
     pytest.importorskip("torchao")
-    decode(
-        compiled_batch("self", quantized(small_model(), bits, "cpu"), gamma=5, policy="streaming")
-    )
+    models = compiled_models("self", quantized(small_model(), bits, "cpu"))
+    decode(batch_of(models, "self", gamma=5, policy="streaming"))
 
 
 @pytest.mark.parametrize("draft", ["none", "self", "model"])

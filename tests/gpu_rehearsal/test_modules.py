@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from magicdec.architectures.modules_config import ModulesConfig
 from magicdec.attention.cuda.triton import TritonAttention
 from magicdec.models.adapter.interface import NAME
-from magicdec.models.adapter.model import ModulesTransformer
+from magicdec.models.adapter.modules_transformer import ModulesTransformer
 from magicdec.models.adapter.transformers_library import config_from
 from magicdec.models.description import describe
 from tests.checkpoints import MODULES, SIZES

@@ -49,10 +49,12 @@ def check(target: Transformer, expected: list[list[int]]) -> None:
 @torch.inference_mode()
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "attention"), [("qwen3-moe", CppAttention), ("gpt-oss", SdpaAttention)]
+    ("family", "attention", "layers"),
+    [("qwen3-moe", CppAttention, 2), ("gpt-oss", SdpaAttention, 2), ("qwen3.5", CppAttention, 4)],
 )
-def test_compiled_targets_with_experts_write_the_same_tokens(family, attention, compiled):
-    check(*compiled(family, attention(), num_hidden_layers=2))
+def test_compiled_targets_write_the_same_tokens(family, attention, layers, compiled):
+    """Experts, sinks and recurrent states included."""
+    check(*compiled(family, attention(), num_hidden_layers=layers))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
 
 

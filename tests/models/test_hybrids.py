@@ -22,7 +22,7 @@ from magicdec.engine.native import warm_up
 from magicdec.engine.output_audit import audit
 from magicdec.errors import UserError
 from magicdec.kernels.library import compiler
-from magicdec.models.adapter.model import ModulesTransformer
+from magicdec.models.adapter.modules_transformer import ModulesTransformer
 from magicdec.models.description import describe
 from magicdec.planning.resolve import resolve
 from magicdec.serving.request import Params, Request

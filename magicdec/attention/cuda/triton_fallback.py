@@ -12,7 +12,9 @@ from typing_extensions import override
 from magicdec.attention.base import PageBounds
 from magicdec.attention.codes import Coded
 from magicdec.attention.cuda.triton import HEAD_DIMS, TritonAttention
-from magicdec.attention.sdpa_fallback import KernelAttention, KernelPlan
+from magicdec.attention.sdpa_fallback import KernelAttention, KernelPlan, dtype_obstacle
+
+MAX_FLASH_HEAD_DIM = 256
 
 
 class LibraryAttention(KernelAttention):
@@ -133,3 +135,17 @@ class LibraryAttention(KernelAttention):
         return (
             None if device.type == "cpu" or self._triton.obstacle(dtype, head_dim) else self._triton
         )
+
+
+def flash_obstacle(dtype: torch.dtype, head_dim: int) -> str | None:
+    """Return why the kernels of FlashAttention cannot take such tensors, whoever ships them, or
+    None.
+    """
+    if obstacle := dtype_obstacle(dtype, (torch.bfloat16, torch.float16)):
+        return obstacle
+    if head_dim % 8 or head_dim > MAX_FLASH_HEAD_DIM:
+        return (
+            f"needs a head dim that is a multiple of 8 and at most {MAX_FLASH_HEAD_DIM}, not"
+            f" {head_dim}"
+        )
+    return None

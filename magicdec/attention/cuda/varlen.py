@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from magicdec.attention.cuda.triton_fallback import LibraryAttention
-from magicdec.attention.sdpa_fallback import KernelPlan, dtype_obstacle
+from magicdec.attention.cuda.triton_fallback import LibraryAttention, flash_obstacle
+from magicdec.attention.sdpa_fallback import KernelPlan
 from magicdec.config.choices import Backend
 from magicdec.config.registry import BACKENDS
 
-MAX_HEAD_DIM = 256
 FEW_TOKENS = 32  # a verification, whose query heads Triton's kernel packs; more are a prefill
 NEEDED = {"seqused_k", "enable_gqa", "window_size"}  # parameters, which early versions lack
 
@@ -46,13 +45,8 @@ class VarlenAttention(LibraryAttention):
     @classmethod
     @override
     def obstacle(cls, dtype: torch.dtype, head_dim: int) -> str | None:
-        if obstacle := dtype_obstacle(dtype, (torch.bfloat16, torch.float16)):
+        if obstacle := flash_obstacle(dtype, head_dim):
             return obstacle
-        if head_dim % 8 or head_dim > MAX_HEAD_DIM:
-            return (
-                f"needs a head dim that is a multiple of 8 and at most {MAX_HEAD_DIM}, not"
-                f" {head_dim}"
-            )
         try:
             library()
         except ImportError as error:

@@ -102,6 +102,14 @@ def _matrix(name: str, module: nn.Module, weight: Tensor, stored_bytes: float | 
     return Matrices(short, 1, torch.Size(others).numel(), rows, stored_bytes=stored_bytes)
 
 
+READS_OF_A_NUMBER = (
+    torch.ops.aten._local_scalar_dense.default,
+    # In inference mode, composite operators arrive whole.
+    torch.ops.aten.item.default,
+    torch.ops.aten.is_nonzero.default,
+)
+
+
 class ScalarsAreOne(TorchDispatchMode):
     """A mode in which a number read from a tensor without storage is 1: masks let everything be
     seen.
@@ -111,7 +119,7 @@ class ScalarsAreOne(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+        if func in READS_OF_A_NUMBER and args[0].is_meta:
             return torch.ones((), dtype=args[0].dtype, device="cpu").item()
         return func(*args, **(kwargs or {}))
 

@@ -10,7 +10,7 @@ from magicdec.architectures.modules_config import ModulesConfig
 from magicdec.attention.base import Attention
 from magicdec.models.adapter.facts import storeless
 from magicdec.models.adapter.interface import NAME
-from magicdec.models.adapter.model import ModulesTransformer
+from magicdec.models.adapter.modules_transformer import ModulesTransformer
 from magicdec.models.adapter.transformers_library import (
     check_version,
     config_from,

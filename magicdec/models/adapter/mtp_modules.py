@@ -24,7 +24,7 @@ from magicdec.models.adapter.interface import (
     writing,
 )
 from magicdec.models.adapter.linears import by_operators, by_pytorch
-from magicdec.models.adapter.model import ModulesTransformer
+from magicdec.models.adapter.modules_transformer import ModulesTransformer
 from magicdec.models.adapter.transformers_library import check_version, config_from, quiet
 from magicdec.models.kv_cache import KVCache
 from magicdec.models.operators import PYTORCH, Operators, operators_for
