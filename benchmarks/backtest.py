@@ -263,10 +263,8 @@ def judging_rows() -> Iterator[Row]:
     """
     before = iter(read_csv(RESULTS / "skill-before.csv"))
     for name in FILES:
-        rows, found = (
-            read_csv(RESULTS / f"{name}.csv"),
-            read_csv(RESULTS / f"{name}-predictions.csv"),
-        )
+        rows = read_csv(RESULTS / f"{name}.csv")
+        found = read_csv(RESULTS / f"{name}-predictions.csv")
         simple = predictions(name, bare)
         for row, ours, theirs in zip(rows, found, simple, strict=True):
             first = next(before)

@@ -33,10 +33,8 @@ MARGIN = 96  # tokens of the last page that are free for proposals, as in the au
 
 def adapt(flashinfer: Any) -> None:
     """Give today's FlashInfer the names and arguments of the one that the authors used."""
-    wrapper, append = (
-        flashinfer.BatchPrefillWithPagedKVCacheWrapper,
-        flashinfer.append_paged_kv_cache,
-    )
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper
+    append = flashinfer.append_paged_kv_cache
     plan = wrapper.plan
     if "head_dim" not in inspect.signature(plan).parameters:
 

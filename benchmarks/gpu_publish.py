@@ -40,10 +40,8 @@ def publish(points: Callable[[str], dict[str, Record]]) -> None:
     no points.
     """
     facts = points("machine")
-    device, measured_by = (
-        facts["device"],
-        f"commit {facts['commit']}, {facts['device']}, PyTorch {facts['torch']}",
-    )
+    device = facts["device"]
+    measured_by = f"commit {facts['commit']}, {facts['device']}, PyTorch {facts['torch']}"
     found = {
         part: [
             record for record in points(part).values() if not {"failed", "skipped"} & record.keys()
@@ -84,10 +82,8 @@ def _calibrated(
     assert known is not None
     name = known.name.lower().replace(" ", "_")
     start = uncalibrated(name, OWN_STACK)
-    rows, small = (
-        [_row(point, name) for point in steps],
-        [_small_row(point, name) for point in pairs],
-    )
+    rows = [_row(point, name) for point in steps]
+    small = [_small_row(point, name) for point in pairs]
     adds_us = 1e3 * median(point["overhead_ms"] for point in steps)
     priors = {"round_overhead_us": Prior(0.0, 1e6, adds_us, ROUND_SPREAD_US)}
 
@@ -126,10 +122,8 @@ def kernel_costs(machine: Hardware, policies: Iterable[Record], measured_by: str
         predicted = round_times(setup, point["gamma"])
         scored, scoring = setup.target_pass._replace(query_tokens=point["gamma"] + 1), "verify_ms"
         if setup.cache.scores == "step":
-            scored, scoring = (
-                setup.target_pass._replace(cached_tokens=setup.tokens_read),
-                "draft_ms",
-            )
+            scored = setup.target_pass._replace(cached_tokens=setup.tokens_read)
+            scoring = "draft_ms"
         by_bytes = {
             SELECTING: predicted.select.total,
             CODES: predicted.draft.kv,

@@ -30,12 +30,10 @@ WAYS = ("none", "prefill")  # sweep.share
 MODELS = {
     "the bundled pair, 8 x 4,096": ["batch.size=8"],
     "SmolLM2-135M (4-bit), 4 x 2,048": [
-        *(
-            "target=smollm2-135m-q4",
-            "batch.size=4",
-            "batch.context_len=2048",
-            "batch.generate_len=32",
-        )
+        "target=smollm2-135m-q4",
+        "batch.size=4",
+        "batch.context_len=2048",
+        "batch.generate_len=32",
     ],
 }
 QUICK = ["batch.size=2", "batch.context_len=512", "batch.generate_len=16", "scenario.repeats=1"]

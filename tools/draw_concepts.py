@@ -76,10 +76,8 @@ def tokens_per_round(figure: Figure) -> None:
         name: [at.speedup for at in predicted(64, k).by_gamma] for name, k in contexts.items()
     }
     lines = {"style": "o-", "ms": 3, "colormap": "viridis", "xlabel": "gamma"}
-    label, title = (
-        "tokens per round, Omega(gamma, alpha)",
-        f"what is left of it (batch 64, alpha {ALPHA})",
-    )
+    label = "tokens per round, Omega(gamma, alpha)"
+    title = f"what is left of it (batch 64, alpha {ALPHA})"
     pandas.DataFrame(tokens, index=GAMMAS).plot(
         ax=left, ylabel=label, title="what a round yields", **lines
     )

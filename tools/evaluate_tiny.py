@@ -50,10 +50,8 @@ def evaluate(folder: Path, corpus: Corpus, device: str) -> dict[str, dict[str, f
         full = torch.cat([token_losses(model, row[None]) for row in picked])
         short = torch.cat([token_losses(model, row.view(SHORT_SHARE, -1)) for row in picked])
         losses = {"short": short, "full": full, "last_quarter": full[:, -context // 4 :]}
-        nats, nats_per_bit = (
-            {name: loss.mean().item() for name, loss in losses.items()},
-            math.log(2) * bytes_per_token,
-        )
+        nats = {name: loss.mean().item() for name, loss in losses.items()}
+        nats_per_bit = math.log(2) * bytes_per_token
         results[kind] = {f"{name}_nats_per_token": round(value, 4) for name, value in nats.items()}
         results[kind] |= {
             f"{name}_bits_per_byte": round(value / nats_per_bit, 4) for name, value in nats.items()

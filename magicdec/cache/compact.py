@@ -71,10 +71,8 @@ class CompactCache(DraftCache):
         """Plan a sliding window by positions, because slots are in no order."""
         if self.positions_LBKS is None:
             return super().plan(attention, num_new, dtype)
-        shape, seqlens_B = (
-            Shape(num_new, self.capacity, self.config.group_size, dtype),
-            self.read_B(num_new),
-        )
+        shape = Shape(num_new, self.capacity, self.config.group_size, dtype)
+        seqlens_B = self.read_B(num_new)
         # A new token's is its slot.
         positions_LBKS = self.positions_LBKS - self.shift_B[:, None, None]
         everything, plans = attention.plan(seqlens_B, shape, None), []

@@ -49,16 +49,17 @@ from magicdec.version import VERSION
 OK, NOTE, FAILED = "ok", "note", "FAILED"
 STYLES = {OK: "green", NOTE: "yellow", FAILED: "bold red"}
 PACKAGES = (
-    *(
-        "torch",
-        "triton",
-        "flash-attn",
-        "flash-attn-3",
-        "flashinfer-python",
-        "torchao",
-        "transformers",
-    ),
-    *("hydra-core", "omegaconf", "wandb", "numpy"),
+    "torch",
+    "triton",
+    "flash-attn",
+    "flash-attn-3",
+    "flashinfer-python",
+    "torchao",
+    "transformers",
+    "hydra-core",
+    "omegaconf",
+    "wandb",
+    "numpy",
 )
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
 SMALL = ("batch.size=2", "batch.context_len=256", "batch.generate_len=16", "cache.budget=64")
@@ -195,10 +196,8 @@ def gpus(device: torch.device) -> Iterator[Finding]:
     if device.type == "cuda":
         for index in range(torch.cuda.device_count()):
             properties = torch.cuda.get_device_properties(index)
-            memory, capability = (
-                f"{properties.total_memory / GIB:.0f} GiB",
-                f"sm_{properties.major}{properties.minor}",
-            )
+            memory = f"{properties.total_memory / GIB:.0f} GiB"
+            capability = f"sm_{properties.major}{properties.minor}"
             where = f"CUDA {torch.version.cuda}, driver {version or 'unknown'}"
             yield Finding(OK, f"GPU {index}", f"{properties.name}, {memory}, {capability}, {where}")
     elif version:

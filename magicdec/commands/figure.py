@@ -63,10 +63,8 @@ def _figure(arguments: Sequence[str]) -> None:
                 " prompts of several lengths"
             )
     names = keys_of(rows)
-    x, series = (
-        _setting(names, options.x, "--x"),
-        options.series and _setting(names, options.series, "--series"),
-    )
+    x = _setting(names, options.x, "--x")
+    series = options.series and _setting(names, options.series, "--series")
     keys = [query.find_key(names, key, "--y") for key in metrics.split(",")]
     rows = [row for row in rows if row.get("status") == "done"]
     _refuse_mixtures(rows, (x, series))

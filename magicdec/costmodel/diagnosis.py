@@ -20,14 +20,12 @@ from typing import NamedTuple
 from magicdec.costmodel.step_fit import CellSteps, Engine, fit_engine
 from magicdec.errors import UserError
 
-PAYS, ACCEPTANCE, VERIFICATION, DRAFTING, SCHEDULING, UNKNOWN = (
-    "pays",
-    "acceptance",
-    "verification",
-    "drafting",
-    "scheduling",
-    "unknown",
-)
+PAYS = "pays"
+ACCEPTANCE = "acceptance"
+VERIFICATION = "verification"
+DRAFTING = "drafting"
+SCHEDULING = "scheduling"
+UNKNOWN = "unknown"
 FEWEST = 8  # cells with T_V from which a fit can tell verification from scheduling
 # What can be wrong, in the order in which equal gains are named.
 CAUSES = (VERIFICATION, DRAFTING, SCHEDULING, ACCEPTANCE)

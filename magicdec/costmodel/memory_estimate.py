@@ -98,10 +98,8 @@ def _draft_caches(
         slots = draft.round_slots(gamma) if is_own else gamma + draft.extra_tokens + 1
         if draft.keeps_entries:
             yield CacheSpec(POLICIES["full"].facts(), slots - 1, max_len), model, False
-        is_longer, shares = (
-            max_len > model.max_position_embeddings,
-            draft.keeps_entries or not is_own,
-        )
+        is_longer = max_len > model.max_position_embeddings
+        shares = draft.keeps_entries or not is_own
         yield CacheSpec(cache, slots - 1, max_len, is_longer), model, shares
 
 

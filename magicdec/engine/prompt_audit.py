@@ -82,10 +82,8 @@ def check_prompts(decoder: Decoder, seed: int = 0) -> PromptCheck:
     with Stopwatch(decoder.device) as watch:
         compute = errors if decoder.cache.states is None else errors_of_rows
         error_BS, checked_BS = compute(decoder, seed)
-        wrong, largest = (
-            int((error_BS > MAX_ERROR[decoder.target.dtype]).sum()),
-            float(error_BS.max()),
-        )
+        wrong = int((error_BS > MAX_ERROR[decoder.target.dtype]).sum())
+        largest = float(error_BS.max())
     return PromptCheck(int(checked_BS.sum()), wrong, largest, watch.seconds)
 
 
@@ -95,10 +93,8 @@ def errors(decoder: Decoder, seed: int) -> tuple[Tensor, Tensor]:
     """
     model, tokens_BS = decoder.target.plain(), decoder.state.tokens_BS
     last_B1 = decoder.state.prompt_len_B.long()[:, None] - 1
-    error_BS, checked_BS = (
-        torch.zeros_like(tokens_BS, dtype=torch.float32),
-        torch.zeros_like(tokens_BS, dtype=torch.bool),
-    )
+    error_BS = torch.zeros_like(tokens_BS, dtype=torch.float32)
+    checked_BS = torch.zeros_like(tokens_BS, dtype=torch.bool)
     for part in _every(last_B1, decoder.state.max_prompt_len):
         error_BS[part.rows].scatter_reduce_(
             1, part.place_BT, first_error_of(decoder, model, part), "amax"

@@ -204,14 +204,10 @@ def attend_coded(  # noqa: PLR0915
         valid = slot < end
         at_k = k + slot.to(tl.int64)[:, None] * k_slot + d[None, :]
         at_v = v + slot.to(tl.int64)[:, None] * v_slot + d[None, :]
-        k1, k2 = (
-            tl.load(at_k, mask=valid[:, None], other=0.0),
-            tl.load(at_k + HALF, mask=valid[:, None], other=0.0),
-        )
-        v1, v2 = (
-            tl.load(at_v, mask=valid[:, None], other=0.0),
-            tl.load(at_v + HALF, mask=valid[:, None], other=0.0),
-        )
+        k1 = tl.load(at_k, mask=valid[:, None], other=0.0)
+        k2 = tl.load(at_k + HALF, mask=valid[:, None], other=0.0)
+        v1 = tl.load(at_v, mask=valid[:, None], other=0.0)
+        v2 = tl.load(at_v + HALF, mask=valid[:, None], other=0.0)
         if UPCAST:
             k1, k2 = k1.to(tl.float32), k2.to(tl.float32)
             v1, v2 = v1.to(tl.float32), v2.to(tl.float32)

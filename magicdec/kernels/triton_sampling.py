@@ -201,11 +201,9 @@ def last_threshold(
     threshold = tl.full((), LEAST, tl.int32)
     for digit in range(BITS // 2):
         step = tl.full((), 1, tl.int32) << (30 - 2 * digit)
-        first, second, third = (
-            number(threshold + step),
-            number(threshold + 2 * step),
-            number(threshold + 3 * step),
-        )
+        first = number(threshold + step)
+        second = number(threshold + 2 * step)
+        third = number(threshold + 3 * step)
         low = tl.zeros((PARTS, WIDTH), tl.float32)
         middle = tl.zeros((PARTS, WIDTH), tl.float32)
         high = tl.zeros((PARTS, WIDTH), tl.float32)
@@ -278,10 +276,8 @@ def find_cut(
         wanted = tl.where(part < 1.0, part * mass, float("inf"))
         floor = last_threshold(out, counts_P, length, most, scale, wanted, True, PARTS, WIDTH, BITS)
         floor = tl.maximum(least, floor)
-        lowest, beyond = (
-            least_of(floor),
-            tl.where(floor == LEAST, float("-inf"), number(floor + UNIT)),
-        )
+        lowest = least_of(floor)
+        beyond = tl.where(floor == LEAST, float("-inf"), number(floor + UNIT))
         totals = tl.zeros((PARTS, WIDTH), tl.float32)
         ties = tl.zeros((PARTS, WIDTH), tl.int32)
         for start in range(0, tl.max(counts_P, 0), WIDTH):

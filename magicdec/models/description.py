@@ -25,10 +25,8 @@ from magicdec.models.metadata import read_json
 from magicdec.models.unread import is_tied, report_keys
 
 GENERATION_CONFIG = "generation_config.json"
-NOT_READ, NOT_APPLIED = (
-    "keys that are not read",
-    "transformers' generate applies these keys, and no engine does here",
-)
+NOT_READ = "keys that are not read"
+NOT_APPLIED = "transformers' generate applies these keys, and no engine does here"
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+(@[\w./-]+)?")
 
 

@@ -77,11 +77,9 @@ def _llama3(frequencies_D2: Tensor, scaling: RopeScaling) -> Tensor:
     """Scale as Llama 3.1: stretch long wavelengths by `factor`, keep short ones, blend those
     between linearly.
     """
-    low, high, context = (
-        scaling.low_freq_factor,
-        scaling.high_freq_factor,
-        scaling.original_max_position_embeddings,
-    )
+    low = scaling.low_freq_factor
+    high = scaling.high_freq_factor
+    context = scaling.original_max_position_embeddings
     assert low is not None, "RopeScaling has checked"
     assert high is not None, "RopeScaling has checked"
     assert context is not None, "RopeScaling has checked"

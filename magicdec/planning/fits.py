@@ -42,10 +42,8 @@ def estimate(plan: Plan, num_rows: int, context_len: int) -> Memory:
         rehearsed = _footprint(plan, num_rows, context_len)
         captured = rehearsed.of_rounds if plan.config.hardware.captures else 0
         return replace(batch, transient=rehearsed.peak - caches + workspace, captured=captured)
-    slots, single = (
-        _footprint(plan, num_rows, context_len, prefills=False),
-        _footprint(plan, 1, context_len),
-    )
+    slots = _footprint(plan, num_rows, context_len, prefills=False)
+    single = _footprint(plan, 1, context_len)
     row = held(plan, 1, context_len)
     batch = replace(
         batch, target_kv=batch.target_kv + row.target_kv, draft_kv=batch.draft_kv + row.draft_kv

@@ -142,10 +142,8 @@ def heat(ratio: bool) -> Chart:
     axis = alt.Axis(labelAngle=0, labelOverlap=True, labelSeparation=4)
     across = alt.X("x:O", title="$x", axis=axis)
     up = alt.Y("series:O", title="$series", sort="descending")
-    colour, tips = (
-        alt.Color("y:Q", title="$y", scale=scale),
-        _tips("x:N", "series:N", "y:Q", "runs:Q"),
-    )
+    colour = alt.Color("y:Q", title="$y", scale=scale)
+    tips = _tips("x:N", "series:N", "y:Q", "runs:Q")
     cells = base.mark_rect(cornerRadius=2).encode(x=across, y=up, color=colour, tooltip=tips)
     words = base.transform_calculate(text="format(datum.y, '.3~r') + (datum.noisy ? ' !' : '')")
     marks = words.mark_text(color="#16181d", stroke="white", strokeWidth=0.15)

@@ -20,16 +20,17 @@ from magicdec.tracking.store import counted
 from magicdec.units import is_number
 
 GIVEN = (
-    *(
-        "target.name",
-        "device",
-        "hardware.name",
-        "data.name",
-        "data.task",
-        "sampling.temperature",
-        "scenario.alpha",
-    ),
-    *("draft.synthetic_acceptance", "batch.context_len", "batch.size", *LOAD_KEYS),
+    "target.name",
+    "device",
+    "hardware.name",
+    "data.name",
+    "data.task",
+    "sampling.temperature",
+    "scenario.alpha",
+    "draft.synthetic_acceptance",
+    "batch.context_len",
+    "batch.size",
+    *LOAD_KEYS,
 )
 # What each speedup compares.
 PER = {"speedup": "row", "speedup_wall": "batch", "speedup_duration": "level"}

@@ -63,37 +63,36 @@ LABELS = MAIN_METRICS | BETWEEN_ENGINES | UNDER_LOAD | {DIFFER: "also differ in"
 # Settings that runs are compared by, the most usual first. Of the others, those with fewer values
 # come first.
 ASKED_FIRST = (
-    *(
-        "engine.name",
-        "target.name",
-        "scenario.name",
-        "draft.name",
-        "draft.model.name",
-        "cache.policy",
-        "cache.budget",
-    ),
-    *("draft.gamma", "batch.context_len", "batch.size", *LOAD_KEYS, "hardware.name", "data.name"),
+    "engine.name",
+    "target.name",
+    "scenario.name",
+    "draft.name",
+    "draft.model.name",
+    "cache.policy",
+    "cache.budget",
+    "draft.gamma",
+    "batch.context_len",
+    "batch.size",
+    *LOAD_KEYS,
+    "hardware.name",
+    "data.name",
 )
 # What a comparison holds constant: model, machine, batch, context, text, and how the draft is made.
 HELD = (
-    *(
-        "target.name",
-        "device",
-        "hardware.dtype",
-        "batch.size",
-        "batch.context_len",
-        "batch.generate_len",
-        "data.name",
-    ),
-    *(
-        "data.task",
-        "sampling.temperature",
-        "draft.name",
-        "draft.gamma",
-        "cache.policy",
-        "cache.budget",
-        "engine.name",
-    ),
+    "target.name",
+    "device",
+    "hardware.dtype",
+    "batch.size",
+    "batch.context_len",
+    "batch.generate_len",
+    "data.name",
+    "data.task",
+    "sampling.temperature",
+    "draft.name",
+    "draft.gamma",
+    "cache.policy",
+    "cache.budget",
+    "engine.name",
 )
 # The nullable type of a column by that of its values: a gamma of 1 stays 1 where other runs have
 # none.

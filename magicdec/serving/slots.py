@@ -194,10 +194,8 @@ class Slots:
 
         Return the first token, and whether it is also the last. If it is not, `seat` comes next.
         """
-        decoder, padding = (
-            self.single.decoder,
-            self.state.tokens_BS.shape[1] - len(prompt) - params.max_tokens,
-        )
+        decoder = self.single.decoder
+        padding = self.state.tokens_BS.shape[1] - len(prompt) - params.max_tokens
         eos = () if params.sampling.ignore_eos else self.eos_token_ids
         state = State([prompt], params.max_tokens, padding, eos, self.device)
         request = Decoder(decoder.target, decoder.cache, state, params.sampling)

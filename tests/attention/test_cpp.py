@@ -97,10 +97,8 @@ def test_weights_that_need_no_rounding_are_not_rounded(attention, bits):
     q, k, v, seqlens, coded = twins.coded_case(1, 3, 64, 700, bits)
     q.zero_()
     coded.v.scales[..., 0, :] = 0.25
-    out, right = (
-        twins.attend_coded(attention, q, k, v, seqlens, coded),
-        twins.expected_coded(q, k, v, seqlens, coded),
-    )
+    out = twins.attend_coded(attention, q, k, v, seqlens, coded)
+    right = twins.expected_coded(q, k, v, seqlens, coded)
     torch.testing.assert_close(out, right, atol=2e-5, rtol=2e-5)
 
 
@@ -234,10 +232,8 @@ def test_largest_scores_are_selected(attention, count, size, values):
     generator = torch.Generator().manual_seed(count)
     scores = torch.randint(values, (4, 2, size), generator=generator) / 7
     scores[0, 0, 0] = torch.inf
-    first, last = (
-        torch.tensor([[0], [-5], [size // 2], [size]]),
-        torch.tensor([[size], [size + 9], [size - 1], [3]]),
-    )
+    first = torch.tensor([[0], [-5], [size // 2], [size]])
+    last = torch.tensor([[size], [size + 9], [size - 1], [3]])
     found = attention.select_largest(scores, first, last, count)
     right = SdpaAttention().select_largest(scores, first, last, count)
     assert found.shape == right.shape == (4, 2, min(count, size))

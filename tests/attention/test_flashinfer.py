@@ -58,10 +58,8 @@ class BatchPrefillWithPagedKVCacheWrapper:
         assert k_pages.stride() == v_pages.stride()
         # The kernel follows strides, and reads no entry behind a row's last: the last page may end
         # outside of memory.
-        shape, strides = (
-            (k_pages.shape[0] + size - 1, K, D),
-            (k_pages.stride(2), k_pages.stride(1), 1),
-        )
+        shape = (k_pages.shape[0] + size - 1, K, D)
+        strides = (k_pages.stride(2), k_pages.stride(1), 1)
         k_slots, v_slots = (
             x.as_strided(shape, strides, x.storage_offset()) for x in paged_kv_cache
         )
@@ -72,10 +70,8 @@ class BatchPrefillWithPagedKVCacheWrapper:
             length = (len(own) - 1) * size + last[b]
             slots = (torch.tensor(own)[:, None] * of_page + torch.arange(size)).flatten()[:length]
             k, v = (x[slots].transpose(0, 1)[None] for x in (k_slots, v_slots))
-            mine, window = (
-                slice(queries[b], queries[b + 1]),
-                None if window_left < 0 else window_left + 1,
-            )
+            mine = slice(queries[b], queries[b + 1])
+            window = None if window_left < 0 else window_left + 1
             out[mine] = definition(q[mine][None], k, v, torch.tensor([length]), window)[0][0].to(
                 dtype
             )

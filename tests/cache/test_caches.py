@@ -138,10 +138,8 @@ def test_sinks_move_along_with_the_window(num_sink, prompts, chunk, rounds):
     """
     spec = CacheSpec(Streaming(budget=7, num_sink=num_sink), 3, 64, in_cache_positions=True)
     cache = StreamingCache.build(spec, CONFIG_IN_CACHE, ROWS, torch.float32, "cpu", None)
-    own, lengths = (
-        torch.randn(64, 4, generator=torch.Generator().manual_seed(chunk)).tolist(),
-        [0] * ROWS,
-    )
+    own = torch.randn(64, 4, generator=torch.Generator().manual_seed(chunk)).tolist()
+    lengths = [0] * ROWS
 
     def append(view, num_new: int, counts: list[int]) -> list[int]:
         """Write new tokens at their positions, commit some of them, and look at the sinks."""

@@ -79,10 +79,8 @@ def test_a_draw_depends_on_seed_sequence_and_layer_alone():
 
 def test_proposals_accepted_are_those_of_a_batch_of_its_own():
     """The third sequence of a run, next to others and alone."""
-    prompts, keys = (
-        random_prompts([60, 71, 66]),
-        {"policy": "random", "budget": 24, "num_sink": 2, "gamma": 3},
-    )
+    prompts = random_prompts([60, 71, 66])
+    keys = {"policy": "random", "budget": 24, "num_sink": 2, "gamma": 3}
     together = open_batch(TARGET, prompts, draft_name="self", **keys)
     fast = together.decoder.generate(together.draft)
     engine = new_engine(TARGET, draft_name="self", **keys)

@@ -38,10 +38,8 @@ def filled(lengths: list[int]) -> KVCache:
 
 def held(cache: KVCache, layer: int, row: int, head: int) -> list[int]:
     count = int(cache.seqlens_B[row])
-    keys, values = (
-        cache.k_LBKSD[layer, row, head, :count, 0],
-        cache.v_LBKSD[layer, row, head, :count, 0],
-    )
+    keys = cache.k_LBKSD[layer, row, head, :count, 0]
+    values = cache.v_LBKSD[layer, row, head, :count, 0]
     assert torch.equal(keys, -values)
     return [int(x) for x in keys]
 
@@ -141,10 +139,8 @@ def test_pyramidkv_is_snapkv_with_a_budget_per_layer(
         58,
     )
     scores = torch.rand(L, B, K, S, generator=torch.Generator().manual_seed(seed))
-    target, cache = (
-        filled(prompts),
-        PyramidKVCache.build(spec, CONFIG, B, torch.float32, "cpu", None),
-    )
+    target = filled(prompts)
+    cache = PyramidKVCache.build(spec, CONFIG, B, torch.float32, "cpu", None)
     cache.load(target, scores)
     window = cache.settings.window(spec)
     assert window == min(max(min(observation_window, (budget + 1) // 2), gamma + 1), budget)

@@ -66,11 +66,9 @@ def append(cache: DraftCache, num_new: int, layer: int, generator: torch.Generat
     """Write new entries of one layer and attend: the attention (B, T, K, S) that tokens receive, by
     position.
     """
-    attention, slots_BT, positions_BT = (
-        SdpaAttention(),
-        cache.slots_BT(num_new),
-        cache.positions_BT(num_new),
-    )
+    attention = SdpaAttention()
+    slots_BT = cache.slots_BT(num_new)
+    positions_BT = cache.positions_BT(num_new)
     cache.place(layer, slots_BT).write(
         torch.randn(B, num_new, K, S, generator=generator), one_hot(positions_BT)
     )

@@ -435,12 +435,10 @@ PEERS = ("transformers", "vllm", "llamacpp", "openvino")
 ONE_MODEL = "draft.name=model; batch.size=1; cache.policy=full"
 NOT_BY_PEERS = [
     "scenario.gammas=[1]; scenario.name=predict",
-    *(
-        "attention=sdpa",
-        "hardware.tensor_parallel=2",
-        "target.weights=random",
-        "draft.name=hierarchical",
-    ),
+    "attention=sdpa",
+    "hardware.tensor_parallel=2",
+    "target.weights=random",
+    "draft.name=hierarchical",
     *(
         f"{ONE_MODEL}; {key}"
         for key in ("cache.policy=streaming", "draft.gamma=auto", "draft.quantization=int8")

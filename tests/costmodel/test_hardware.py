@@ -156,10 +156,8 @@ def test_any_cpu_takes_the_calibration_for_cpus_and_no_gpu_does(tmp_path, monkey
     monkeypatch.setattr(hardware, "CALIBRATED", tmp_path)
     hardware._calibrations.cache_clear()
     try:
-        cpu, gpu = (
-            hardware.configured("cpu", bandwidth_gbs=60, tflops=0.5),
-            hardware.configured("rtx9", 1, 1000, 100),
-        )
+        cpu = hardware.configured("cpu", bandwidth_gbs=60, tflops=0.5)
+        gpu = hardware.configured("rtx9", 1, 1000, 100)
     finally:
         hardware._calibrations.cache_clear()
     assert (cpu.efficiency.overlap, cpu.note) == (0.25, "calibrated on cpu")

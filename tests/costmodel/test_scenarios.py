@@ -46,10 +46,8 @@ def as_run(device_name, device, *overrides):
 
 LLAMA_1B = ("draft=model", "target@draft.model=llama-3.2-1b")
 QWEN3 = ("draft=model", "target@draft.model=qwen3-1.7b")
-PLAN, QWEN = (
-    ("scenario=plan", "scenario.save_as=of-a-test", "hardware=8xh100", *LLAMA),
-    ("draft=model", "scenario.drafts=[qwen2.5-7b]"),
-)
+PLAN = ("scenario=plan", "scenario.save_as=of-a-test", "hardware=8xh100", *LLAMA)
+QWEN = ("draft=model", "scenario.drafts=[qwen2.5-7b]")
 
 
 def planned(*overrides):

@@ -98,11 +98,9 @@ def test_the_points_of_the_first_versions_figure_have_the_batches_that_its_numbe
     assert len(points) == 20
     misfits = []
     for point in points:
-        batch, ratio, ms = (
-            int(point["batch_size"]),
-            float(point["speedup"]),
-            float(point["speculative_ms"]),
-        )
+        batch = int(point["batch_size"])
+        ratio = float(point["speedup"])
+        ms = float(point["speculative_ms"])
         cell = int(point["context_len"]), batch
         assert (cell in measured) == (point["batch_from"] != "order of the points")
         if cell in measured:

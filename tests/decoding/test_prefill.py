@@ -16,11 +16,9 @@ def filled(
     prompts: list[list[int]], chunk: int, draft: bool
 ) -> tuple[KVCache, torch.Tensor, list[int]]:
     """A cache behind a prefill, each row's last hidden state, and the chunks that were reported."""
-    longest, lengths, chunks = (
-        max(map(len, prompts)),
-        torch.tensor([*map(len, prompts)], dtype=torch.int32),
-        [],
-    )
+    longest = max(map(len, prompts))
+    lengths = torch.tensor([*map(len, prompts)], dtype=torch.int32)
+    chunks = []
     tokens = torch.tensor([prompt + [7] * (longest - len(prompt)) for prompt in prompts])
     size = (MODEL.config, len(prompts), longest + chunk, torch.float32, "cpu")
     cache = FullCache(CacheSpec(Full(), 1, longest), *size) if draft else KVCache(*size)

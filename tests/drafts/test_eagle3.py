@@ -64,10 +64,8 @@ def over_whole_text(batch, tokens_BS: Tensor) -> tuple[KVCache, Tensor]:
     text.
     """
     target, head, (rows, count) = batch.decoder.target, batch.draft.model, tokens_BS.shape
-    taps, entries = (
-        Taps(batch.draft.taps.layers),
-        KVCache(head.config, rows, count + 1, torch.float32, "cpu"),
-    )
+    taps = Taps(batch.draft.taps.layers)
+    entries = KVCache(head.config, rows, count + 1, torch.float32, "cpu")
     target(tokens_BS, KVCache(target.config, rows, count, torch.float32, "cpu"), taps)
     return entries, head(tokens_BS[:, 1:], entries, head.fused(taps.hidden_BTN[:, :-1]))
 

@@ -142,10 +142,8 @@ def following(tokens: list[int]) -> torch.Tensor:
 
 def p_value(tokens: torch.Tensor, p_V: torch.Tensor) -> float:
     """Chi-square of drawn tokens against a distribution, rare tokens taken together."""
-    observed, expected = (
-        torch.bincount(tokens, minlength=len(p_V)).double(),
-        p_V.double() * len(tokens),
-    )
+    observed = torch.bincount(tokens, minlength=len(p_V)).double()
+    expected = p_V.double() * len(tokens)
     rare = expected < 5
     observed, expected = (torch.cat((x[~rare], x[rare].sum()[None])) for x in (observed, expected))
     return chisquare(observed, expected * observed.sum() / expected.sum())

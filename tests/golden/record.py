@@ -33,26 +33,20 @@ TEXT = f"{TINY} data=text data.path=LICENSE"
 SELF = f"{TEXT} draft.gamma=3 cache.budget=24"
 LLAMA = "target=llama-3.1-8b hardware=8xa100 batch.size=64 batch.context_len=32000"
 MISTAKES = (
-    *(
-        "cache.budgt=3",
-        "cache=steaming",
-        "draft.gamma=0",
-        "cache.budget=2",
-        "batch.context_len=99999",
-    ),
-    *(
-        "data=random",
-        "target.path=/nowhere",
-        "data.task=x",
-        "draft.synthetic_acceptance=9",
-        "batch.size=two",
-    ),
-    *(
-        "draft=model cache=quantized",
-        "scenario=predict",
-        "engine=transformers scenario=serve",
-        "scenario.repeats=true",
-    ),
+    "cache.budgt=3",
+    "cache=steaming",
+    "draft.gamma=0",
+    "cache.budget=2",
+    "batch.context_len=99999",
+    "data=random",
+    "target.path=/nowhere",
+    "data.task=x",
+    "draft.synthetic_acceptance=9",
+    "batch.size=two",
+    "draft=model cache=quantized",
+    "scenario=predict",
+    "engine=transformers scenario=serve",
+    "scenario.repeats=true",
 )
 CASES = {
     "streaming": SELF,

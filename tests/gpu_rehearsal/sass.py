@@ -70,11 +70,9 @@ def truncation_seconds(launch: Launch, made: Made, rows: int, tiles: int = 1) ->
     arguments, parts = launch.arguments, loops(made)
     if launch.name == "find_cut":
         tile = arguments["PARTS"] * arguments["WIDTH"]
-        loads, digits, blocks = (
-            tile // made.warps // 32,
-            arguments["BITS"] // 2,
-            -(-arguments["V"] // tile),
-        )
+        loads = tile // made.warps // 32
+        digits = arguments["BITS"] // 2
+        blocks = -(-arguments["V"] // tile)
         search = [(digits, 0), (digits * tiles, loads), (tiles, loads)]
         turns = search if arguments["top_k"] is not None else []
         turns = [*turns, *search, (blocks, 1)] if arguments["top_p"] is not None else turns

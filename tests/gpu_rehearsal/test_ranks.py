@@ -121,10 +121,8 @@ def test_what_is_compiled_of_a_rank_has_no_copies(ranks, memory):
     """NCCL sums a matmul's output in place, within the compiled half; sums in symmetric memory are
     outside of it.
     """
-    matmul, nccl = (
-        "extern_kernels.mm",
-        ["_c10d_functional.all_reduce_", "_c10d_functional.wait_tensor"],
-    )
+    matmul = "extern_kernels.mm"
+    nccl = ["_c10d_functional.all_reduce_", "_c10d_functional.wait_tensor"]
     expected = {
         "nccl": [matmul, *nccl, "run", matmul, "run", matmul, *nccl],
         "auto": ["run", matmul, "run"],

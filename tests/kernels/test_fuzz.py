@@ -31,16 +31,12 @@ DRAWN = given(st.randoms(note_method_calls=True))
 @settings(max_examples=100)
 @torch.inference_mode()
 def test_attention(r):
-    T, L, D = (
-        r.choice([1, 2, 3, 5, 9, 31, 33, 70]),
-        r.choice([0, 1, 5, 30, 63, 100, 513, 1100]),
-        8 * r.randint(1, 17),
-    )
-    B, K, J = (
-        r.choice([1, 2, 5]),
-        r.choice([1, 2, 3]),
-        r.choice([1, 2, 3, 5, 7, 8]) if T * L < 5000 else 1,
-    )
+    T = r.choice([1, 2, 3, 5, 9, 31, 33, 70])
+    L = r.choice([0, 1, 5, 30, 63, 100, 513, 1100])
+    D = 8 * r.randint(1, 17)
+    B = r.choice([1, 2, 5])
+    K = r.choice([1, 2, 3])
+    J = r.choice([1, 2, 3, 5, 7, 8]) if T * L < 5000 else 1
     S, dtype = T + L + r.choice([0, 1, 8]), r.choice(list(TOLERANCE))
     generator = torch.Generator().manual_seed(r.randint(0, 1000))
     gap = r.choice([0, 0, 8])  # of tensors that are a part of larger ones
@@ -92,12 +88,10 @@ def test_attention(r):
 @settings(max_examples=60)
 @torch.inference_mode()
 def test_a_pass(r):
-    K, num_layers, head_dim, sliding = (
-        r.choice([1, 2, 3]),
-        r.choice([1, 3]),
-        8 * r.randint(1, 9),
-        r.random() < 0.3,
-    )
+    K = r.choice([1, 2, 3])
+    num_layers = r.choice([1, 3])
+    head_dim = 8 * r.randint(1, 9)
+    sliding = r.random() < 0.3
     sizes = {
         "num_layers": num_layers,
         "num_heads": K * r.choice([1, 2, 3, 5, 8]),

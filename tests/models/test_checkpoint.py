@@ -227,11 +227,9 @@ def cut(file: Path, kept: int) -> None:
     file.write_bytes(file.read_bytes()[:kept])
 
 
-UP, DOWN, NORM = (
-    "model.layers.2.mlp.up_proj.weight",
-    "model.layers.0.mlp.down_proj.weight",
-    "model.norm.weight",
-)
+UP = "model.layers.2.mlp.up_proj.weight"
+DOWN = "model.layers.0.mlp.down_proj.weight"
+NORM = "model.norm.weight"
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0"
 NO_TENSORS = "{0}/model.safetensors is truncated, corrupt or a Git LFS pointer"
 SHAPES = (

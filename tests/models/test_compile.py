@@ -21,10 +21,8 @@ def test_a_compiled_model_writes_the_same_tokens_in_few_kernels():
     with a norm, SwiGLU; the last norm; and one each to look for infinite logits and to commit: no
     cache is copied.
     """
-    target, options = (
-        small_model(),
-        {"policy": "streaming", "gamma": 3, "budget": 16, "prefill_chunk": 64},
-    )
+    target = small_model()
+    options = {"policy": "streaming", "gamma": 3, "budget": 16, "prefill_chunk": 64}
     lengths = [50, 61, 64]  # of a single chunk: each width is compiled
     batch = drafting("self", target, lengths, **options)
     expected = batch.decoder.generate(batch.draft)

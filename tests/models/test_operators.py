@@ -44,10 +44,8 @@ def assert_close(ours, right, dtype):
 def test_matmul(ops, rows, dtypes):
     dtype = dtypes[0]
     for columns, outputs, biased in itertools.product(SIZES, (1, 8, 70), (False, True)):
-        x, weight = (
-            random(rows, columns, dtype=dtype),
-            random(outputs, columns, dtype=dtypes[1]) / columns**0.5,
-        )
+        x = random(rows, columns, dtype=dtype)
+        weight = random(outputs, columns, dtype=dtypes[1]) / columns**0.5
         bias = random(outputs, dtype=dtype) if biased else None
         right = PYTORCH.matmul(x.float(), weight.float(), bias if bias is None else bias.float())
         assert_close(ops.matmul(x, weight, bias), right, dtype)

@@ -80,11 +80,9 @@ def decoded(
     """
     found = []
     for name, draft, draft_ranks, policy, sampling in cases:
-        target, drafter, part = (
-            model(folders[name], share(ranks)),
-            None,
-            share(min(draft_ranks, ranks)),
-        )
+        target = model(folders[name], share(ranks))
+        drafter = None
+        part = share(min(draft_ranks, ranks))
         if compiled:
             target.compile_layers()
         if draft in ("model", "eagle3"):

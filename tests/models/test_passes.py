@@ -98,10 +98,8 @@ def test_a_pass_over_a_plain_cache(shape, dtypes, num_new, calls, monkeypatch):
 @torch.inference_mode()
 def test_a_pass_over_a_draft_s_compact_cache(sliding, calls, monkeypatch):
     model = model_of(**SHAPES["sliding" if sliding else "plain"])
-    target, spec = (
-        prefilled(model),
-        CacheSpec(cache_config("streaming", budget=12, num_sink=2), 2, 64, False),
-    )
+    target = prefilled(model)
+    spec = CacheSpec(cache_config("streaming", budget=12, num_sink=2), 2, 64, False)
     cache = POLICIES["streaming"].work.build(spec, model.config, 3, model.dtype, "cpu", target)
     cache.load(target)
     ours, right = both_ways(model, cache, torch.tensor([[3], [1], [4]]), monkeypatch)

@@ -92,11 +92,9 @@ def test_every_quantized_draft_is_lossless(target, pair, draft, policy):
 
 
 def test_eight_bits_are_accepted_more_often_than_four(target):
-    means, prompts, keys = (
-        [],
-        random_prompts([40] * 8),
-        {"draft_name": "self", "gamma": 3, "policy": "full"},
-    )
+    means = []
+    prompts = random_prompts([40] * 8)
+    keys = {"draft_name": "self", "gamma": 3, "policy": "full"}
     for name in ("int8", "int4"):
         batch = open_batch(
             target, prompts, draft_model=quantize.quantized(target, name, "cpu"), **keys

@@ -41,10 +41,8 @@ def test_vocabularies_of_other_sizes_are_refused_before_anything_is_read():
 
 
 def test_the_same_tokens_padded_differently_fit(tokenizer):
-    a, b = (
-        tokenizer("a", ["x", "y", "z"], added=("<eos>",)),
-        tokenizer("b", ["x", "y", "z"], added=("<end>", "<tool>")),
-    )
+    a = tokenizer("a", ["x", "y", "z"], added=("<eos>",))
+    b = tokenizer("b", ["x", "y", "z"], added=("<end>", "<tool>"))
     check_vocabularies(sized(152064), sized(151936), a, b)
     check_vocabularies(sized(151936), sized(152064), a, b)
 

@@ -142,13 +142,13 @@ def test_what_graphs_keep_must_be_free_beside_the_rest(estimate):
 
 
 SMALL_CONTEXT = [  # a draft that was trained for 2,048 tokens
-    *(
-        "target=llama-2-7b-32k",
-        "target.weights=random",
-        "draft.synthetic_acceptance=0.7",
-        "batch.context_len=8192",
-    ),
-    *("target@draft.model=tinyllama-1.1b", "draft.model.weights=random", "batch.size=1"),
+    "target=llama-2-7b-32k",
+    "target.weights=random",
+    "draft.synthetic_acceptance=0.7",
+    "batch.context_len=8192",
+    "target@draft.model=tinyllama-1.1b",
+    "draft.model.weights=random",
+    "batch.size=1",
 ]
 
 

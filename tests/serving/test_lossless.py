@@ -159,10 +159,8 @@ def test_acceptance_is_counted_as_offline():
     """Rows that stop at an end of sequence, at the limit, and at both: the same metrics for the
     same tokens.
     """
-    prompts, settings = (
-        random_prompts([30, 41, 52, 33, 28, 36, 45, 31]),
-        {"policy": "streaming", "gamma": 4},
-    )
+    prompts = random_prompts([30, 41, 52, 33, 28, 36, 45, 31])
+    settings = {"policy": "streaming", "gamma": 4}
     plain = [alone(prompt, 24) for prompt in prompts]
     target = small_model(eos_token_ids=(plain[1][5],))
     settings |= {"draft_name": "self", "budget": 32, "num_sink": 2}

@@ -13,14 +13,10 @@ ROWS, GAMMA, V = 20_000, 3, 8
 def test_a_round_cut_at_the_rows_gamma_is_distributed_as_the_targets():
     """Chi-square of the token behind one accepted proposal, where the round has proposed three."""
     generator = torch.Generator().manual_seed(5)
-    target, draft = (
-        torch.randn(GAMMA + 1, V, generator=generator),
-        torch.randn(V, generator=generator),
-    )
-    sampling, positions = (
-        Sampling(temperature=0.9, seed=3),
-        torch.arange(1, GAMMA + 2).expand(ROWS, -1),
-    )
+    target = torch.randn(GAMMA + 1, V, generator=generator)
+    draft = torch.randn(V, generator=generator)
+    sampling = Sampling(temperature=0.9, seed=3)
+    positions = torch.arange(1, GAMMA + 2).expand(ROWS, -1)
     proposed, q = choose(draft.expand(ROWS, GAMMA, V), positions[:, :-1], Use.PROPOSE, sampling)
     verdict = accept_sampled(proposed, q, target.expand(ROWS, -1, V), positions, sampling)
     assert (verdict.num_accepted_B > 1).float().mean() > 0.1  # there is something to cut

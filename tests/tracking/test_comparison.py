@@ -34,10 +34,8 @@ def test_two_runs_compared(compare, tmp_path):
 
 def test_two_runs_compared_at_80_columns(tmp_path):
     """Neither their ids nor the main metrics nor the changes are folded; what does not fit is."""
-    metrics, ids = (
-        {"speedup": 1.0, "speculative/time_per_output_token_ms": 3.0},
-        ("0a1b2c3d4e5f-2", "6a7b8c9d0e1f-3"),
-    )
+    metrics = {"speedup": 1.0, "speculative/time_per_output_token_ms": 3.0}
+    ids = ("0a1b2c3d4e5f-2", "6a7b8c9d0e1f-3")
     for name, draft, times in zip(ids, (2, 4), (1, 2), strict=True):
         found = {key: times * value for key, value in metrics.items()} | {
             "device": f"{'a very long name ' * 4}{name}"
@@ -72,10 +70,8 @@ def test_a_change_is_in_percent_only_where_that_means_something():
     ],
 )
 def test_equal_baselines_that_differ_are_pointed_out(compare, tmp_path, changes, time, is_said):
-    values, baseline = (
-        {"draft.gamma": 2, "batch.size": 1},
-        "autoregressive/time_per_output_token_ms",
-    )
+    values = {"draft.gamma": 2, "batch.size": 1}
+    baseline = "autoregressive/time_per_output_token_ms"
     write_run(tmp_path, "aaa1", values, {baseline: 10.0, "device": "a cpu"})
     write_run(
         tmp_path,

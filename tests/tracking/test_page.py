@@ -65,10 +65,8 @@ def look(tmp_path):
     """
 
     def in_browser(rows, *expressions, state=""):
-        path, html = (
-            tmp_path / "page.html",
-            rows if isinstance(rows, str) else page.html_page(rows, "a page"),
-        )
+        path = tmp_path / "page.html"
+        html = rows if isinstance(rows, str) else page.html_page(rows, "a page")
         steps = "".join(f"found.push({expression}); await wait();" for expression in expressions)
         steps = f"await ready; await wait(); {steps}"
         deed = (

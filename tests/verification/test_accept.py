@@ -62,10 +62,8 @@ def test_output_is_distributed_as_the_targets(one_hot, truncation):
     """
     rows = 20_000
     generator = torch.Generator().manual_seed(5)
-    target, draft = (
-        torch.randn(3, V, generator=generator) * 1.5,
-        torch.randn(V, generator=generator) * 1.5,
-    )
+    target = torch.randn(3, V, generator=generator) * 1.5
+    draft = torch.randn(V, generator=generator) * 1.5
     sampling = Sampling(temperature=0.9, seed=3, **truncation)
     for position in range(3):
         logits = target[[position, position]].expand(rows, 2, V)

@@ -377,10 +377,8 @@ def _one_of(what: str, given: list[Any]) -> set[Any]:
 
 def _remarks(layers: list[LayerFacts], memories: tuple[TokenMemory, ...]) -> Iterator[str]:
     """Yield what a user should know of entries that take more memory than the model's own."""
-    heads, width = (
-        max(layer.num_kv_heads for layer in layers),
-        max(max(layer.key_dim, layer.value_dim) for layer in layers),
-    )
+    heads = max(layer.num_kv_heads for layer in layers)
+    width = max(max(layer.key_dim, layer.value_dim) for layer in layers)
     needed = sum(layer.num_kv_heads * (layer.key_dim + layer.value_dim) for layer in layers)
     kept = sum(memory.layers * memory.entry for memory in memories)
     stored = 2 * heads * width * len(layers)
