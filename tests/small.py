@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
+from magicdec.config.registry import DRAFTS, POLICIES
 from magicdec.conformance.small_models import (
     VOCAB,
     cache_config,
@@ -33,7 +34,22 @@ __all__ = [
     "random_prompts",
 ]
 __all__ += ["small_block", "small_drafter", "small_head", "small_model", "small_modules"]
-__all__ += ["accepted", "drafting"]
+__all__ += ["CROSS", "PAIRS", "accepted", "drafting"]
+
+# Where a draft keeps no cache, the policy has no say; and some policies suit the target alone.
+PAIRS = [
+    (draft, policy)
+    for draft in DRAFTS
+    for policy in POLICIES
+    if (DRAFTS[draft].facts.is_model or policy == "full")
+    and not (POLICIES[policy].facts.needs_target and not DRAFTS[draft].facts.shares_target)
+]
+# Of these, every policy with one draft, and every draft with one policy.
+CROSS = [
+    (draft, policy)
+    for draft, policy in PAIRS
+    if draft == "self" or policy == "streaming" or not DRAFTS[draft].facts.is_model
+]
 
 
 def drafting(

@@ -20,8 +20,7 @@ from magicdec.engine.prompt_audit import MAX_ERROR, check_prompts
 from magicdec.kernels.library import compiler
 from magicdec.measure.round_profile import profile_round
 from magicdec.models.kv_cache import KVCache
-from tests.engine.test_lossless import PAIRS
-from tests.small import drafting, new_engine, open_batch, random_prompts, small_model
+from tests.small import CROSS, drafting, new_engine, open_batch, random_prompts, small_model
 
 LENGTHS = (60, 75, 90, 110)
 DTYPES = [torch.float32, torch.bfloat16]
@@ -174,7 +173,7 @@ def entries_hash(cache: KVCache, lengths: list[int]) -> str:
     return digest.hexdigest()
 
 
-@pytest.mark.parametrize(("draft", "policy"), PAIRS)
+@pytest.mark.parametrize(("draft", "policy"), CROSS)
 def test_the_prompts_entries_stay_as_they_are(draft, policy, monkeypatch):
     """Without a warm-up before it, too, and with several gammas. The next job on these entries
     writes the same.

@@ -32,8 +32,10 @@ class Rehearsed(graphs.Step):
         graphs.rehearse(function, undo)
 
 
-@pytest.mark.parametrize("generate_len", [2, 12])
-@pytest.mark.parametrize(("draft", "policy"), CASES)
+@pytest.mark.parametrize(
+    ("draft", "policy", "generate_len"),
+    [*((*case, 12) for case in CASES), *((draft, "streaming", 2) for draft in DRAFTS)],
+)
 def test_rehearsals_stay_within_the_buffers_and_leave_no_trace(
     draft, policy, generate_len, monkeypatch
 ):

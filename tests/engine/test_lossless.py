@@ -20,6 +20,8 @@ from magicdec.engine.output_audit import audit
 from magicdec.kernels.library import compiler
 from magicdec.verification.sampling import Sampling
 from tests.small import (
+    CROSS,
+    PAIRS,
     VOCAB,
     accepted,
     drafting,
@@ -32,14 +34,6 @@ from tests.small import (
 
 TARGET = small_model()
 GAMMAS, BATCHES, BUDGETS = (1, 2, 5, 8), (1, 3, 8), (12, 40, 400)
-# Where a draft keeps no cache, the policy has no say; and some policies suit the target alone.
-PAIRS = [
-    (draft, policy)
-    for draft in DRAFTS
-    for policy in POLICIES
-    if (DRAFTS[draft].facts.is_model or policy == "full")
-    and not (POLICIES[policy].facts.needs_target and not DRAFTS[draft].facts.shares_target)
-]
 # Every gamma meets every batch size and every budget, and every batch size meets every budget: a
 # third of all combinations.
 MET = [
@@ -296,7 +290,7 @@ def disturb(batch):
             entries_LBKSD.masked_fill_(behind_BKSD, 100.0)
 
 
-@pytest.mark.parametrize(("draft", "policy"), PAIRS)
+@pytest.mark.parametrize(("draft", "policy"), CROSS)
 @torch.inference_mode()
 def test_a_pass_reads_only_what_it_has_written_itself(draft, policy):
     """A pass of a fresh batch proposes what another one does after an autoregressive pass and with

@@ -28,7 +28,7 @@ SIZES = {
     "hidden_size": 64,
     "head_dim": 16,
     "intermediate_size": 160,
-    "num_layers": 3,
+    "num_layers": 2,
     "max_position_embeddings": 2048,
 }
 TARGET = small_model(**SIZES)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from magicdec.attention.base import Attention
-from magicdec.config.registry import DRAFTS, POLICIES
+from magicdec.config.registry import DRAFTS
 from magicdec.conformance.small_models import small_drafter
 from magicdec.models.transformer import Transformer
 from tests.checkpoints import MODULES, load_modules, load_reference, written
@@ -16,13 +16,6 @@ from tests.small import random_prompts
 
 LENGTHS, NEW_TOKENS, VOCABULARY = [37, 9, 50], 12, 96
 FAMILIES = [family for family in MODULES if family != "phi3-long"]  # which has its own test
-PAIRS = [
-    (draft, policy)
-    for draft in DRAFTS
-    for policy in POLICIES
-    if (DRAFTS[draft].facts.is_model or policy == "full")
-    and not (POLICIES[policy].facts.needs_target and not DRAFTS[draft].facts.shares_target)
-]
 GAMMAS = (1, 2, 3, 5, 8)
 SMALL_BUDGET = {"budget": 16, "num_sink": 2, "generate_len": NEW_TOKENS}
 Folders = Callable[..., Path]  # of a family's checkpoint, which is made at its first use

@@ -14,18 +14,17 @@ from magicdec.engine.output_audit import audit
 from tests.models.adapter_cases import (
     FAMILIES,
     GAMMAS,
-    PAIRS,
     drafter,
     expected_of,
     keys_of,
     prompts,
     target_of,
 )
-from tests.small import open_batch
+from tests.small import CROSS, PAIRS, open_batch
 
 ALL_POLICIES = os.environ.get("MAGICDEC_TEST_ALL_POLICIES") == "1"
-# Each draft and policy on one family; of families, drafts and policies, neighbours differ.
-ONE_FAMILY_EACH = list(zip(PAIRS, itertools.cycle(FAMILIES), itertools.cycle(GAMMAS), strict=False))
+# Each draft and each policy on some family, and each family with some of both.
+ONE_FAMILY_EACH = list(zip(CROSS, itertools.cycle(FAMILIES), itertools.cycle(GAMMAS), strict=False))
 
 
 def check(family: str, draft: str, policy: str, gamma: int, folders) -> None:

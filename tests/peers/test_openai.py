@@ -4,6 +4,7 @@ other things.
 
 import json
 import math
+from itertools import cycle
 
 import pytest
 
@@ -284,7 +285,7 @@ ERRORS = [
     '{"object": "error",\n "message": "no room"}',
     "no room",
 ]
-FORMS = [*((200, text + end) for text in ERRORS for end in ("", "\n\n"))]
+FORMS = [(200, text + end) for text, end in zip(ERRORS, cycle(("", "\n\n")), strict=False)]
 FORMS += [
     (500, text)
     for text in (

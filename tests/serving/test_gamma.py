@@ -11,10 +11,10 @@ from magicdec.serving.gamma import Chooser
 from magicdec.serving.request import Params, Request
 from magicdec.serving.scheduler import Scheduler
 from tests.serving.test_lossless import (
+    CROSS,
     ENDLESS,
     GENERATE,
     LENGTHS,
-    PAIRS,
     TARGET,
     expected,
     serve,
@@ -33,7 +33,7 @@ def scheduler_of(draft: str, policy: str, seed: float, **settings) -> Scheduler:
     return scheduler
 
 
-@pytest.mark.parametrize(("draft", "policy"), PAIRS)
+@pytest.mark.parametrize(("draft", "policy"), CROSS)
 def test_any_gammas_give_the_tokens_of_each_request_alone(draft, policy):
     scheduler = scheduler_of(draft, policy, 1)
     assert scheduler.slots.gammas == (GAMMAS[1:] if draft == "hierarchical" else GAMMAS)

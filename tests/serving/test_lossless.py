@@ -20,10 +20,11 @@ from magicdec.serving.request import Params, Request
 from magicdec.serving.scheduler import Scheduler
 from magicdec.serving.slots import Slots
 from magicdec.verification.sampling import Sampling
-from tests.engine.test_lossless import PAIRS as OFFLINE_PAIRS
+from tests import small
 from tests.small import new_engine, open_batch, random_prompts, small_drafter, small_model
 
-PAIRS = [(draft, policy) for draft, policy in OFFLINE_PAIRS if DRAFTS[draft].facts.serves]
+PAIRS = [pair for pair in small.PAIRS if DRAFTS[pair[0]].facts.serves]
+CROSS = [pair for pair in small.CROSS if DRAFTS[pair[0]].facts.serves]
 TARGET = small_model()
 LENGTHS = [34, 3, 49, 16, 1, 33, 40]
 ENDLESS = Sampling(ignore_eos=True)  # of requests that go on after an end of sequence
@@ -131,7 +132,7 @@ def damped(model: Transformer) -> Transformer:
     return model
 
 
-@pytest.mark.parametrize(("draft", "policy"), PAIRS)
+@pytest.mark.parametrize(("draft", "policy"), CROSS)
 def test_a_slot_drafts_what_the_request_alone_would(draft, policy):
     """The draft's state moves with the request: as many proposals are accepted as on a slot of its
     own.
