@@ -83,8 +83,9 @@ def draw_chart(
         parts.append(line.encode(x=f"{x}:Q", y=f"{y}:Q"))
     chart: Any = alt.layer(*parts, data=alt.Data(values=values)).properties(**size)
     if panels:
+        order = list(dict.fromkeys(row[panels] for row in values))
         chart = chart.facet(
-            facet=alt.Facet(f"{panels}:N", title=None, sort=None),
+            facet=alt.Facet(f"{panels}:N", title=None, sort=order),
             columns=2 if kind == "line" else 3,
         )
         chart = chart.resolve_scale(y="independent") if own_scales else chart
