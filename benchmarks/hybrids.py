@@ -1,7 +1,7 @@
 """Measure what recurrent layers leave of the gain of self-speculation, and predict it for a model
 of 27B on H100s: write docs/results/hybrids*.csv.
 
-    python benchmarks/hybrids.py            # ten minutes on two idle cores; resumable
+    python benchmarks/hybrids.py            # a quarter of an hour on two idle cores; resumable
     python benchmarks/hybrids.py --quick    # a minute: small sizes; prints the tables
 
 Three models have SmolLM2-135M's sizes and random weights: Qwen3.5 with attention in all layers, and
@@ -16,6 +16,7 @@ import argparse
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
+from statistics import median
 from typing import Any
 
 from modules import ALPHA, CPU, FP32, SMOLLM2, engine
@@ -42,7 +43,8 @@ DELTA_RULE = {
     "linear_value_head_dim": 64,
 }
 KINDS = {"attention in all layers": "", "hybrid, keep": "keep", "hybrid, replay": "replay"}
-MEASURED_GAMMAS, BATCHES, CONTEXTS, REPEATS = (1, 3, 5), (8,), (1024, 4096, 8192), 9
+MEASURED_GAMMAS, BATCH, CONTEXTS = (1, 3, 5), 8, (1024, 4096, 8192)
+REPEATS, TURNS = 3, 3
 PREDICTED = ("qwen3.5-27b", "qwen2.5-32b")
 MACHINES, PREDICTED_BATCHES = ("h100", "8xh100"), (1, 8, 32, 128)
 PREDICTED_CONTEXTS = (4096, 32768, 131072)
@@ -60,28 +62,36 @@ def model_of(kind: str, longest: int) -> ModulesTransformer:
     return random(config, FP32, CPU, CppAttention(), longest)
 
 
-def measured(kind: str, batches: Any, contexts: Any, repeats: int) -> Iterator[Row]:
-    """Yield T_T, T_D and T_V(gamma), the speedup that follows, and what a row keeps."""
-    target = model_of(kind, max(contexts) + 64)
-    for point in product(batches, contexts, MEASURED_GAMMAS):
-        [times] = time_points(engine(target, point[-1]), [point], repeats)
-        batch, context, gamma = point
-        decode, draft, verify, rest = (
-            times[f"time/{part}_ms"] for part in ("target_decode", "draft", "verify", "overhead")
-        )
-        per_token = (gamma * draft + verify + rest) / omega(gamma, ALPHA)
-        yield {
-            "model": kind,
-            "batch": batch,
-            "context": context,
-            "gamma": gamma,
-            "target_ms": decode,
-            "draft_ms": draft,
-            "verify_ms": verify,
-            "overhead_ms": rest,
-            "speedup": decode / per_token,
-            "row_mib": target.config.kept_bytes(context, FP32.itemsize) / 2**20,
+def measured(context: int, batch: int, turns: int) -> list[Row]:
+    """Return a row for each model and gamma: T_T, T_D, T_V(gamma), the speedup that follows, and
+    what a row keeps. All take turns, so that a machine that slows down slows all of them; times are
+    medians over the turns.
+    """
+    targets = {kind: model_of(kind, context + 64) for kind in KINDS}
+    points = list(product(KINDS, MEASURED_GAMMAS))
+    lines: dict[tuple[str, int], list[Row]] = {point: [] for point in points}
+    for kind, gamma in points * turns:
+        cell = (batch, context, gamma)
+        lines[kind, gamma] += time_points(engine(targets[kind], gamma), [cell], REPEATS)
+    rows = []
+    for (kind, gamma), timed in lines.items():
+        times = {
+            step: median(line[f"time/{step}_ms"] for line in timed)
+            for step in ("target_decode", "draft", "verify", "round")
         }
+        rows.append(
+            {
+                "model": kind,
+                "batch": batch,
+                "context": context,
+                "gamma": gamma,
+                **{f"{step}_ms": ms for step, ms in times.items()},
+                "speedup": times["target_decode"] * omega(gamma, ALPHA) / times["round"],
+                "row_mib": targets[kind].config.kept_bytes(context, FP32.itemsize) / 2**20,
+                "measured_by": setting(),
+            }
+        )
+    return rows
 
 
 def predicted() -> Iterator[Row]:
@@ -116,18 +126,19 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small sizes; print the tables")
     parser.add_argument("--restart", action="store_true", help="forget the cells measured so far")
     options = parser.parse_args()
-    sizes: tuple[Any, Any, int] = BATCHES, CONTEXTS, REPEATS
-    if options.quick:
-        sizes = (2,), (256,), 3
+    contexts, batch, turns = ((256,), 2, 1) if options.quick else (CONTEXTS, BATCH, TURNS)
     cells = Cells("hybrids-quick" if options.quick else "hybrids", options.restart)
-    for kind in KINDS:
-        if kind not in cells:
-            cells[kind] = [row | {"measured_by": setting()} for row in measured(kind, *sizes)]
+    for context in map(str, contexts):
+        if context not in cells:
+            cells[context] = measured(int(context), batch, turns)
             cells.save()
-    rows = [row for kind in KINDS for row in cells[kind]]
+            print(f"measured {context}", flush=True)
+    rows = [row for context in contexts for row in cells[str(context)]]
     on_gpus = list(predicted())
     if options.quick:
-        print(table(rows, "model", "gamma", "target_ms:.1f", "draft_ms:.1f", "verify_ms:.1f"))
+        print(
+            table(rows, "model", "gamma", "target_decode_ms:.1f", "draft_ms:.1f", "verify_ms:.1f")
+        )
         print(table(on_gpus, "target", "machine", "batch", "context", "gamma", "speedup:.2f"))
         return
     write_csv(RESULTS / "hybrids.csv", rows)
