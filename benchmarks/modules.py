@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from page import RESULTS, Cells, setting
 from render import PAGES, Row, table, write, write_csv
+from torch.profiler import ProfilerActivity, profile
 from transformers import GptOssConfig, LlamaConfig, Qwen3MoeConfig
 
 from magicdec.attention.cpp import CppAttention
@@ -105,6 +106,23 @@ def pairs_at(
         }
 
 
+def operators_at(checkpoint: Callable[[], Path], context: int) -> Iterator[Row]:
+    """Yield how many of PyTorch's operators a step of one row calls, those within others
+    included.
+    """
+    folder = checkpoint()
+    models = {"native": native(folder), "modules": as_modules(folder, context + 128)}
+    counts: Row = {}
+    for name, model in models.items():
+        run = pass_of(model, 1, context, 1)
+        run()
+        with profile(activities=[ProfilerActivity.CPU]) as profiled:
+            run()
+        called = [event for event in profiled.key_averages() if event.key.startswith("aten::")]
+        counts[name] = sum(event.count for event in called)
+    yield {"layers": models["native"].config.num_layers, **counts}
+
+
 def native(folder: Path) -> Transformer:
     """Return a checkpoint in our own transformer."""
     config = read_config(folder, "native")
@@ -156,8 +174,8 @@ def target_of(name: str) -> Transformer:
 
 
 def experts_at(name: str, batch: int, context: int, repeats: int) -> Iterator[Row]:
-    """Yield T_T, T_D and T_V(gamma), the experts that each touches, the speedup that follows from
-    an alpha of 0.8, and the machine's rates.
+    """Yield T_T, T_D, T_V(gamma) and the time of a round, the experts that a pass touches, and the
+    machine's rates.
     """
     rates = {"bandwidth": read_bandwidth(CPU), "rate": matmul_rate(CPU, FP32)}
     target = target_of(name)
@@ -169,23 +187,38 @@ def experts_at(name: str, batch: int, context: int, repeats: int) -> Iterator[Ro
             chosen_BTK.shape[1]: chosen_BTK.unique().numel() / int(first.num_experts)  # type: ignore[call-overload]
             for chosen_BTK in passes
         }
-        decode, draft, verify, rest = (
-            point[f"time/{part}_ms"] for part in ("target_decode", "draft", "verify", "overhead")
-        )
         yield {
             "model": name,
             "batch": batch,
             "context": context,
             "gamma": gamma,
-            "target_ms": decode,
-            "draft_ms": draft,
-            "verify_ms": verify,
-            "round_ms": point["time/round_ms"],
+            "target_ms": point["time/target_decode_ms"],
+            **{f"{step}_ms": point[f"time/{step}_ms"] for step in ("draft", "verify", "round")},
             "experts_of_step": touched.get(1),
             "experts_of_verification": touched.get(gamma + 1),
-            "speedup": decode * omega(gamma, ALPHA) / (gamma * draft + verify + rest),
             **rates,
         }
+
+
+def with_steps_of_a_cell(rows: Sequence[Row]) -> list[Row]:
+    """Return rows in which T_T, T_D and the experts of a step, which do not depend on gamma, are
+    the medians over the gammas of a cell.
+    """
+    together = []
+    for row in rows:
+        cell = [one for one in rows if places_of(one) == places_of(row)]
+        steps = {
+            key: median(one[key] for one in cell)
+            for key in ("target_ms", "draft_ms", "experts_of_step")
+        }
+        speedup = steps["target_ms"] * omega(row["gamma"], ALPHA) / row["round_ms"]
+        together.append(row | steps | {"speedup": speedup})
+    return together
+
+
+def places_of(row: Row) -> tuple[Any, ...]:
+    """Return what names the cell of a row."""
+    return row["model"], row["batch"], row["context"]
 
 
 def with_predictions(rows: Sequence[Row]) -> list[Row]:
@@ -269,7 +302,7 @@ def main() -> None:
     experts = []
     for name in EXPERTS:
         rows = [row for key, rows in cells.items() if key.startswith(name) for row in rows]
-        experts += with_predictions(rows)
+        experts += with_predictions(with_steps_of_a_cell(rows))
     if options.quick:
         print(table(cost, "pass", "batch", "context", "native_ms:.1f", "ratio:.2f"))
         times = [
@@ -278,6 +311,7 @@ def main() -> None:
         print(table(experts, "model", "batch", "context", "gamma", *times))
         return
     write_csv(RESULTS / "modules-cost.csv", cost)
+    write_csv(RESULTS / "modules-operators.csv", cells["operators"])
     write_csv(RESULTS / "modules-experts.csv", experts)
     with suppress(FileNotFoundError):  # a page has figures: its template becomes one with the first
         (PAGES / "modules.jinja").rename(PAGES / "modules.md")
@@ -292,6 +326,7 @@ def measure(cells: Cells, options: argparse.Namespace, scratch: Path) -> None:
     for batch, context in product(*sizes):
         cell = partial(pairs_at, smollm2, batch, context, repeats)
         parts[f"cost {batch} x {context}"] = cell
+    parts["operators"] = partial(operators_at, smollm2, sizes[1][0])
     *sizes, repeats = QUICK if options.quick else TIMED
     for name, batch, context in product(EXPERTS, *sizes):
         cell = partial(experts_at, name, batch, context, repeats)
