@@ -1,5 +1,5 @@
 """Profile the servers of several engines from outside, next to the profile of our own engine, and
-write docs/results/engines.csv.
+write docs/results/engines.csv and the page that shows it, peers-cpu.md.
 
     python benchmarks/engines.py --small                    # to try it out: two minutes
     python benchmarks/engines.py                            # the bundled pair: about 20 minutes
@@ -9,9 +9,6 @@ The machine must be idle otherwise. vLLM and llama.cpp are measured where MAGICD
 MAGICDEC_LLAMACPP_PYTHON name their environments (docs/peers.md); OpenVINO GenAI has no server here.
 FOLDER is what tools/get_smollm2.py has made. What is measured already is kept in runs/engines.json:
 to resume, run the command again.
-
-Then make the page: git mv benchmarks/pending/engines.md benchmarks/pages, and
-python benchmarks/render.py engines.
 """
 
 import argparse
@@ -28,7 +25,7 @@ from typing import Any
 
 import numpy as np
 from page import RESULTS, ROOT, Cells
-from render import write_csv
+from render import write, write_csv
 
 from magicdec.measure.intervals import Estimate
 
@@ -158,6 +155,7 @@ def main() -> None:
     if not options.small:
         write_csv(RESULTS / "engines.csv", rows)
         write_csv(RESULTS / "engines-ratios.csv", compared)
+        write("peers-cpu")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 """Measure what recurrent layers leave of the gain of self-speculation, and predict it for a model
-of 27B on H100s: write docs/results/hybrids*.csv.
+of 27B on H100s: write docs/results/hybrids*.csv, and the page that shows them, modules.md.
 
     python benchmarks/hybrids.py            # a quarter of an hour on two idle cores; resumable
     python benchmarks/hybrids.py --quick    # a minute: small sizes; prints the tables
@@ -7,9 +7,6 @@ of 27B on H100s: write docs/results/hybrids*.csv.
 Three models have SmolLM2-135M's sizes and random weights: Qwen3.5 with attention in all layers, and
 with attention in one of four, with each way to take a verification back. A random model says
 nothing about acceptance: the speedups follow from the times and an assumed alpha of 0.8.
-
-Then make the page: git mv benchmarks/pending/hybrids.md benchmarks/pages, and
-python benchmarks/render.py hybrids.
 """
 
 import argparse
@@ -21,7 +18,7 @@ from typing import Any
 
 from modules import ALPHA, CPU, FP32, SMOLLM2, engine
 from page import RESULTS, Cells, setting
-from render import Row, table, write_csv
+from render import Row, table, write, write_csv
 from today import GAMMAS, described
 from transformers import Qwen3_5TextConfig
 
@@ -143,6 +140,7 @@ def main() -> None:
         return
     write_csv(RESULTS / "hybrids.csv", rows)
     write_csv(RESULTS / "hybrids-predicted.csv", on_gpus)
+    write("modules")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ import argparse
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
@@ -27,7 +26,7 @@ from typing import Any
 
 import torch
 from page import RESULTS, Cells, setting
-from render import PAGES, Row, table, write, write_csv
+from render import Row, table, write, write_csv
 from torch.profiler import ProfilerActivity, profile
 from transformers import GptOssConfig, LlamaConfig, Qwen3MoeConfig
 
@@ -313,8 +312,6 @@ def main() -> None:
     write_csv(RESULTS / "modules-cost.csv", cost)
     write_csv(RESULTS / "modules-operators.csv", cells["operators"])
     write_csv(RESULTS / "modules-experts.csv", experts)
-    with suppress(FileNotFoundError):  # a page has figures: its template becomes one with the first
-        (PAGES / "modules.jinja").rename(PAGES / "modules.md")
     write("modules")
 
 
