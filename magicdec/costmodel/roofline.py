@@ -21,7 +21,12 @@ BF16 = 2.0  # bytes
 # has for them (num_splits_heuristic in FlashAttention's flash_api.cpp; FlashInfer's planner
 # likewise), two places to an SM.
 UNSPLIT_SHARE, TILES_PER_SM = 0.8, 2
-_share = cache(ModelConfig.shared_by)
+
+
+@cache
+def _share(model: ModelConfig, ranks: int) -> ModelConfig:
+    """Return one rank's share of a model of any kind."""
+    return model.shared_by(ranks)
 
 
 class Operator(NamedTuple):

@@ -42,6 +42,22 @@ def test_the_share_of_the_kv_cache_is_what_others_count(target):
     assert kv / sum(op.number * op.bytes for op in ops) == pytest.approx(SHARES[target], abs=0.01)
 
 
+@pytest.mark.parametrize("target", SHARES)
+def test_ranks_divide_what_a_step_reads(target):
+    """Layers' weights, and keys and values of heads; latents are whole on each rank."""
+    whole, part = (
+        operators(Pass(described(target), 32, 1, 32_768, ranks=ranks), hardware_named("4xh100"))
+        for ranks in (1, 4)
+    )
+
+    def bytes_of(ops, reads):
+        return sum(op.number * op.bytes for op in ops if op.reads == reads and op.name != "head")
+
+    assert bytes_of(part, "weights") == pytest.approx(bytes_of(whole, "weights") / 4, rel=0.05)
+    kept = 1 if target == "deepseek-v3" else 4
+    assert bytes_of(part, "kv") == pytest.approx(bytes_of(whole, "kv") / kept, rel=0.01)
+
+
 @pytest.mark.parametrize(("target", "gib"), [("gpt-oss-120b", 60.8), ("gpt-oss-20b", 12.8)])
 def test_quantized_weights_have_the_size_that_their_page_states(target, gib):
     plain = json.loads((TARGETS / "gpt-oss-120b.json").read_text())
