@@ -44,7 +44,8 @@ def warnings(config: Config) -> list[str]:
     """Return a line for each setting that is legal but probably not meant."""
     lines = []
     draft, cache, sampling = config.draft, config.cache, config.sampling
-    context_len = config.batch.context_len
+    context_len = config.scenario.longest(config.batch)
+    context_key = config.scenario.key_of("batch.context_len")
     is_ours = config.engine.name == "native"
     if is_ours and draft.is_target and not cache.has_budget and draft.quantization == "none":
         lines.append(
@@ -54,7 +55,7 @@ def warnings(config: Config) -> list[str]:
     for key, limited in config.budgeted.items():
         if limited.budget >= context_len:
             lines.append(
-                f"{key}.budget={limited.budget} holds all of batch.context_len={context_len}:"
+                f"{key}.budget={limited.budget} holds all of {context_key}={context_len}:"
                 " it saves nothing"
             )
     for name, value in (("top_k", sampling.top_k), ("top_p", sampling.top_p)):
@@ -122,13 +123,12 @@ def refuse_secrets(given: Any, key: str = "") -> None:
 
 def check_length(config: Config, longest: int) -> None:
     """Raise UserError where sequences become longer than the target's `longest`."""
-    batch = config.batch
-    length = batch.context_len + batch.generate_len
-    if length > longest:
+    key, new = config.scenario.key_of("batch.context_len"), config.batch.generate_len
+    context_len = config.scenario.longest(config.batch)
+    if context_len + new > longest:
         raise UserError(
-            f"batch.context_len={batch.context_len} + batch.generate_len={batch.generate_len} ="
-            f" {length} exceeds the target's maximum of {longest} tokens;"
-            f" batch.context_len={longest - batch.generate_len} would fit"
+            f"{key}={context_len} + batch.generate_len={new} = {context_len + new} exceeds the"
+            f" target's maximum of {longest} tokens; {key}={longest - new} would fit"
         )
 
 

@@ -167,9 +167,17 @@ class Needs:
     # Keys of its own that replace general ones.
     at: ClassVar[Mapping[str, str]] = MappingProxyType({})
 
+    def key_of(self, general: str) -> str:
+        """Return the key that this scenario has in place of a general one, or the general one."""
+        return self.at.get(general, general)
+
     def largest(self, batch: BatchConfig) -> tuple[int, int]:
         """Return the rows and the context of the largest batch; `batch.size` is resolved."""
-        return int(batch.size), batch.context_len
+        return int(batch.size), self.longest(batch)
+
+    def longest(self, batch: BatchConfig) -> int:
+        """Return the longest context."""
+        return batch.context_len
 
 
 # Of scenarios that measure a grid.
@@ -216,7 +224,11 @@ class Profile(Needs):
 
     @override
     def largest(self, batch: BatchConfig) -> tuple[int, int]:
-        return max(self.batch_sizes), max(self.context_lens)
+        return max(self.batch_sizes), self.longest(batch)
+
+    @override
+    def longest(self, batch: BatchConfig) -> int:
+        return max(self.context_lens)
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -233,6 +245,10 @@ class Verify(Needs):
     gammas: SomeCounts
     repeats: Count
     tolerance: Tolerance
+
+    @override
+    def longest(self, batch: BatchConfig) -> int:
+        return max(self.context_lens)
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -84,9 +84,10 @@ def check(plan: Plan, num_rows: int, context_len: int) -> Memory | None:
     if estimated.needed <= available:
         return estimated
     fits = largest_batch(lambda rows: estimate(plan, rows, context_len).needed, num_rows, available)
-    smaller = "the target, batch.context_len, batch.prefill_chunk or hardware.dtype"
+    rows_key, context_key = map(plan.config.scenario.key_of, ("batch.size", "batch.context_len"))
+    smaller = f"the target, {context_key}, batch.prefill_chunk or hardware.dtype"
     advice = (
-        f"batch.size={fits} would fit"
+        f"{rows_key}={fits} would fit"
         if fits
         else f"not even one row fits: choose a smaller one of {smaller}"
     )
@@ -97,7 +98,7 @@ def check(plan: Plan, num_rows: int, context_len: int) -> Memory | None:
     }
     parts["activations"] = estimated.transient + estimated.captured
     raise UserError(
-        f"batch.size={num_rows} at batch.context_len={context_len} needs about"
+        f"{rows_key}={num_rows} at {context_key}={context_len} needs about"
         f" {estimated.needed / GIB:.2f} GiB"
         f" ({', '.join(f'{name} {size / GIB:.2f}' for name, size in parts.items())}), but"
         f" {available / GIB:.2f} GiB are available{' to each rank' if plan.num_ranks > 1 else ''};"

@@ -258,7 +258,8 @@ def _check_recurrent(config: Config, model: PlannedModel) -> None:
 
 def _check_length(config: Config, target: PlannedModel, draft: PlannedModel | None) -> None:
     check_length(config, target.config.max_position_embeddings)
-    length, key = config.batch.context_len + config.batch.generate_len, config.draft.own_cache_key
+    context_len = config.scenario.longest(config.batch)
+    length, key = context_len + config.batch.generate_len, config.draft.own_cache_key
     trained = (
         length if draft is None or config.draft.listens else draft.config.max_position_embeddings
     )
@@ -267,9 +268,9 @@ def _check_length(config: Config, target: PlannedModel, draft: PlannedModel | No
     cache = config.draft.caches(config.cache)[key]
     if draft is not None and draft.config.implementation != "native":
         raise UserError(
-            f"batch.context_len={config.batch.context_len} shows the draft {length} tokens, but it"
-            f" was trained for {trained}; hiding the distance takes rotary embeddings of our own,"
-            " and draft.model runs as transformers' modules"
+            f"{config.scenario.key_of('batch.context_len')}={context_len} shows the draft {length}"
+            f" tokens, but it was trained for {trained}; hiding the distance takes rotary"
+            " embeddings of our own, and draft.model runs as transformers' modules"
         )
     if not cache.bounds_positions:
         raise UserError(
