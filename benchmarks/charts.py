@@ -84,12 +84,14 @@ def draw_chart(
     chart: Any = alt.layer(*parts, data=alt.Data(values=values)).properties(**size)
     if panels:
         order = list(dict.fromkeys(row[panels] for row in values))
-        chart = chart.facet(
-            facet=alt.Facet(f"{panels}:N", title=None, sort=order),
-            columns=2 if kind == "line" else 3,
-        )
-        chart = chart.resolve_scale(y="independent") if own_scales else chart
+        chart = _in_panels(chart, panels, order, 2 if kind == "line" else 3, own_scales)
     file.write_bytes(picture(chart.to_dict(), "png", scale=1.2))
+
+
+def _in_panels(chart: Any, key: str, order: list[Any], columns: int, own_scales: bool) -> Any:
+    """Return a chart with a panel per value of `key`, in this order."""
+    panels = chart.facet(facet=alt.Facet(f"{key}:N", title=None, sort=order), columns=columns)
+    return panels.resolve_scale(y="independent") if own_scales else panels
 
 
 def _marks(
