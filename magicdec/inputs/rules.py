@@ -12,6 +12,7 @@ import reprlib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from typing import Annotated, Any, TypeVar
 
 from pydantic import (
@@ -177,9 +178,17 @@ def parse_json(kind: type[T], text: str | bytes, key: str = "", where: str = "")
     configuration.
     """
     try:
-        return TypeAdapter(kind).validate_json(text)
+        return _adapter(kind).validate_json(text)  # type: ignore[arg-type]
     except ValidationError as error:
         raise refusal(error, key, where) from None
+
+
+@cache
+def _adapter(kind: type[T]) -> TypeAdapter[T]:  # a type is hashable, which mypy does not see
+    """Return what validates a kind of data: to build it takes longer than to validate an event of a
+    stream.
+    """
+    return TypeAdapter(kind)
 
 
 def parse_values(kind: type[T], plain: Any, where: str, key: str = "") -> dict[str, T]:
@@ -191,7 +200,7 @@ def parse_values(kind: type[T], plain: Any, where: str, key: str = "") -> dict[s
     if not isinstance(plain, dict):
         begin = f"{key}=" if key else ""
         raise UserError(f"{where}: {begin}{SHORT.repr(plain)}: must be a JSON object")
-    adapter, typed = TypeAdapter(kind), {}
+    adapter, typed = _adapter(kind), {}  # type: ignore[arg-type]
     for name, value in plain.items():
         try:
             typed[name] = adapter.validate_python(value, strict=True)

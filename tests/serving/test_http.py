@@ -195,7 +195,8 @@ def message(response, status: int) -> str:
 )
 def test_what_cannot_be_done_gets_its_status(client, changes, status, said):
     assert said in message(client.post("/v1/completions", json=body(**changes)), status)
-    assert metric(client, "magicdec_requests_running") == 0
+    # Requests of other tests may still be ending.
+    until(lambda: metric(client, "magicdec_requests_running") == 0)
 
 
 @pytest.mark.parametrize(
