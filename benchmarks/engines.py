@@ -3,7 +3,7 @@ write docs/results/engines.csv and the page that shows it, peers-cpu.md.
 
     python benchmarks/engines.py --small                    # to try it out: two minutes
     python benchmarks/engines.py                            # the bundled pair: about 20 minutes
-    python benchmarks/engines.py --smollm2 FOLDER           # and SmolLM2: 70 minutes more
+    python benchmarks/engines.py --smollm2 FOLDER           # and SmolLM2: about 40 minutes more
 
 The machine must be idle otherwise. vLLM and llama.cpp are measured where MAGICDEC_VLLM_PYTHON and
 MAGICDEC_LLAMACPP_PYTHON name their environments (docs/peers.md); OpenVINO GenAI has no server here.
@@ -32,6 +32,8 @@ from magicdec.measure.intervals import Estimate
 STEPS = ("target_decode", "verify", "draft", "round")
 NEW_TOKENS = 48
 GRID = {"batch_sizes": [1, 4, 8], "context_lens": [1024, 2048, 4096], "gammas": [1, 2, 4]}
+# With 8 users, the prefills of SmolLM2 alone would take an hour.
+GRIDS = {"tiny": GRID, "smollm2": GRID | {"batch_sizes": [1, 2, 4]}}
 SMALL = {"batch_sizes": [1, 2], "context_lens": [256], "gammas": [2]}
 # What drafts, by target and engine.
 DRAFTS = {
@@ -94,38 +96,44 @@ def rows_of(target: str, engine: str, measured: Mapping[str, Any]) -> Iterator[d
             yield place | times | known
 
 
-def ratios(rows: Sequence[Mapping[str, Any]], target: str) -> dict[tuple, float]:
-    """Return our server's times over those of our engine around it, by step and point."""
+def pairs_of(rows: Sequence[Mapping[str, Any]], target: str) -> dict[tuple, tuple[float, float]]:
+    """Return our server's times and those of our engine around it, by step and point."""
     by_engine: dict[str, dict[tuple, float]] = {}
     for row in rows:
         if row["target"] == target:
             shift = NEW_TOKENS // 2 if row["engine"].startswith("native") else 0
             key = (row["step"], row["batch"], row["context"] - shift, row["gamma"])
             by_engine.setdefault(row["engine"], {})[key] = row["ms"]
-    found = {}
+    pairs = {}
     for key, time in by_engine.get("magicdec", {}).items():
         around = [by_engine[name].get(key) for name in ("native before", "native after")]
         if None not in around:
-            found[key] = time / fmean(around)
-    return found
+            pairs[key] = time, fmean(around)
+    return pairs
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the median of the ratios of each step, and the 95% interval of their mean."""
-    found = []
+    """Return the median of the ratios of each step, the 95% interval of their mean, and what a user
+    adds to a step.
+    """
+    lines = []
     for target in dict.fromkeys(row["target"] for row in rows):
-        by_point = ratios(rows, target)
+        by_point = pairs_of(rows, target)
         for step in STEPS:
             # On a busy machine a short draft step may come out below 0.
-            of_step = [ratio for key, ratio in by_point.items() if key[0] == step and ratio > 0]
+            of_step = {
+                key: pair for key, pair in by_point.items() if key[0] == step and min(pair) > 0
+            }
             if len(of_step) < 2:
                 continue
-            logs = np.log(of_step)
+            ratios = [served / alone for served, alone in of_step.values()]
+            added_ms = median((served - alone) / key[1] for key, (served, alone) in of_step.items())
+            logs = np.log(ratios)
             low, high = (exp(end) for end in Estimate(float(logs.mean()), repeats_K=logs).ends)
-            middle = median(of_step)
-            line = {"target": target, "step": step, "points": len(of_step), "median": middle}
-            found.append(line | {"low": low, "high": high})
-    return found
+            line = {"target": target, "step": step, "points": len(ratios)}
+            line |= {"median": median(ratios), "low": low, "high": high}
+            lines.append(line | {"added_ms": added_ms})
+    return lines
 
 
 def main() -> None:
@@ -136,17 +144,21 @@ def main() -> None:
     parser.add_argument("--smollm2", metavar="FOLDER")
     parser.add_argument("--small", action="store_true")
     options = parser.parse_args()
-    grid = SMALL if options.small else GRID
     targets = {"tiny": ["target=tiny"]}
     if options.smollm2:
         targets["smollm2"] = ["target=smollm2-135m-q4", f"target.path={options.smollm2}"]
     cells = Cells("engines-small" if options.small else "engines")
     rows: list[dict[str, Any]] = []
     for target, named in targets.items():
+        grid = SMALL if options.small else GRIDS[target]
         for engine, overrides, points in runs_of(target, named, grid):
             key = f"{target} {engine}"
             if key not in cells:
-                cells[key] = profile([*overrides, "hardware=cpu"], points)
+                try:
+                    cells[key] = profile([*overrides, "hardware=cpu"], points)
+                except subprocess.CalledProcessError:
+                    print(f"{key}: not measured, see above; left out", file=sys.stderr)
+                    continue
                 cells.save()
             rows += rows_of(target, engine, cells[key])
     compared = summary(rows)

@@ -132,7 +132,11 @@ class Servable(OtherEngine):
     # A step takes as long as if every slot had a request.
     empty_slots_cost: ClassVar[bool] = False
     names_ids: ClassVar[bool] = False  # see Address
-    draws_acceptance: ClassVar[bool] = False  # its server can accept at a given rate
+
+    @property
+    def draws_acceptance(self) -> bool:
+        """Return whether its server can accept at a given rate."""
+        return False
 
     @property
     @abstractmethod

@@ -36,13 +36,18 @@ class MagicdecServer(StartedServer):
     """`magicdec serve`, with a slot for each row."""
 
     name = "magicdec"
-    empty_slots_cost = draws_acceptance = True
+    empty_slots_cost = True
 
     @classmethod
     @override
     def check(cls, config: Config) -> None:
         if config.speculates and not DRAFTS[config.draft.name].facts.serves:
             raise UserError(f"draft.name={config.draft.name} cannot be served; choose another")
+
+    @property
+    @override
+    def draws_acceptance(self) -> bool:
+        return True
 
     @classmethod
     @override

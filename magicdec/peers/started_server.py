@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import os
 import socket
 import subprocess
@@ -24,6 +25,8 @@ from magicdec.peers.pipe import TAIL, WorkerFailed, failed
 from magicdec.peers.process import StartedEngine
 from magicdec.processes import end_program, start_program
 from magicdec.units import FREE, WAYS
+
+log = logging.getLogger(__name__)
 
 SUPERVISOR = Path(__file__).with_name("supervisor.py")
 SHORT_NGRAM = 2  # of the draft that costs nothing: the text has one in almost every round
@@ -125,7 +128,10 @@ async def running(
             limit = f"engine.time_limit_s={time_limit_s:g}"
             raise _failure(name, f"did not answer /health within {limit} seconds", output) from None
         except UserError as error:
-            if process.poll() is None:
+            if process.poll() is None:  # what it has said may name the cause
+                log.info(
+                    "the server's output ends with:\n%s", _end_of(output).decode(errors="replace")
+                )
                 raise
             raise _failure(name, f"ended ({exit_in_words(process.returncode)})", output) from error
         finally:
@@ -142,5 +148,9 @@ def _is_healthy(port: int) -> bool:
 
 
 def _failure(name: str, what: str, output: IO[bytes]) -> WorkerFailed:
+    return failed(f"{name}: the server {what}", _end_of(output))
+
+
+def _end_of(output: IO[bytes]) -> bytes:
     output.seek(max(0, output.seek(0, os.SEEK_END) - TAIL))
-    return failed(f"{name}: the server {what}", output.read())
+    return output.read()

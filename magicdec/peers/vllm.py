@@ -80,12 +80,21 @@ class VllmPeer(WorkerPeer, StartedServer):
     """
 
     name, title, worker, modules, packages = "vllm", "vLLM", "vllm_worker.py", ("vllm",), "vllm"
-    draws_acceptance = True
+
+    @property
+    @override
+    def draws_acceptance(self) -> bool:
+        return self.spec.hardware.device != "cpu"  # whose sampler ends in an assertion, as of 0.32
 
     @classmethod
     @override
     def check(cls, config: Config) -> None:
         assert isinstance(config.engine, VllmEngine)
+        if config.draft.synthetic_acceptance is not None and config.hardware.device == "cpu":
+            raise UserError(
+                f"draft.synthetic_acceptance={config.draft.synthetic_acceptance}: vLLM accepts at a"
+                " given rate on GPUs alone; set it to null"
+            )
         if config.speculates:
             config.engine.chosen(config.draft.name)
             _check_reach(config)

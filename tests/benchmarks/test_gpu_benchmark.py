@@ -50,7 +50,7 @@ def check(out, done: subprocess.CompletedProcess, *parts: str) -> dict[str, dict
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_rehearsal_goes_on_where_it_stood(tmp_path):
     first = rehearse(tmp_path, "--parts", "ceilings")
     assert first.returncode == 0, first.stderr
@@ -98,7 +98,7 @@ def test_a_rehearsal_goes_on_where_it_stood(tmp_path):
     assert [point["compiled"] for point in found["variants"].values()] == list(gpu_drafts.COMPILERS)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_rehearsal_runs_programs(tmp_path):
     parts = ("doctor", "correct", "ranks", "serving")
     found = check(tmp_path, rehearse(tmp_path, "--parts", ",".join(parts)), *parts)
@@ -110,7 +110,7 @@ def test_a_rehearsal_runs_programs(tmp_path):
     assert "| ok | round |" in (tmp_path / "page.md").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_rehearsal_runs_the_bundled_pair(tmp_path):
     found = check(tmp_path, rehearse(tmp_path, "--parts", "pair,peers"), "pair", "peers")
     assert all(point["lossless/identical"] for point in found["pair"].values())
@@ -188,7 +188,7 @@ def test_what_is_worth_most_takes_half_an_hour():
     assert gpu.plan().count("\n") == 1 + len(names)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_kernels_are_checked_in_the_interpreter():
     pytest.importorskip("triton")
     # Triton is imported anew.
@@ -305,8 +305,13 @@ def test_the_page_of_a_rehearsal_or_of_nothing_is_not_published(tmp_path, capsys
     assert capsys.readouterr().err.count("has no figures of a GPU") == 2
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("memory", "first"), [(139.8, 24), (79.1, 14)])
+@pytest.mark.parametrize(
+    ("memory", "first"),
+    [
+        pytest.param(139.8, 24, marks=pytest.mark.slow),
+        pytest.param(79.1, 14, marks=pytest.mark.soak),
+    ],
+)
 def test_every_cell_fits_the_card(monkeypatch, memory, first):
     """With the draft's cache, at the largest budget and gamma, by the check that a run has to
     pass.

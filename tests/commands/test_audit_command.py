@@ -151,7 +151,7 @@ def test_a_run_is_decoded_again_by_its_own_target_and_in_its_own_type(tmp_path, 
     assert "would not write the baseline" not in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_a_thousand_rows_of_bfloat16_raise_no_alarm(tmp_path, capsys):
     """They are decoded again in float32, whose order of sums is another."""

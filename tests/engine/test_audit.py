@@ -316,7 +316,7 @@ def flagged(noise: float, seeds: range, rows: int = 24) -> tuple[float, float]:
     return sum(failed) / len(failed), sum(power) / len(power)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("noise", "rows"), [(0.15, 24), (0.15, 64), (0.5, 24)])
 def test_the_power_of_the_sampled_test_is_the_share_of_runs_that_it_finds(noise, rows, monkeypatch):

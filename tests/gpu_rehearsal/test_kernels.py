@@ -38,8 +38,13 @@ def share(launch: Launch, slots: int, at_once: int) -> float:
     return tiles * heads * slots / (waves * at_once * blocks * block)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize(
+    "capability",
+    [
+        pytest.param(90, marks=pytest.mark.slow),
+        *(pytest.param(other, marks=pytest.mark.soak) for other in (80, 100)),
+    ],
+)
 @pytest.mark.parametrize(("rows", "context"), CELLS)
 def test_no_wave_is_left_half_empty(rows, context, capability):
     """Decoding, and a verification over the target's cache; splits come from what is compiled."""
@@ -98,7 +103,7 @@ def test_splits_fill_waves():
 
 
 @pytest.mark.parametrize(
-    "capability", [90, *(pytest.param(other, marks=pytest.mark.slow) for other in (80, 100, 120))]
+    "capability", [90, *(pytest.param(other, marks=pytest.mark.soak) for other in (80, 100, 120))]
 )
 def test_the_programs_that_run_at_once_are_those_of_the_compiled_kernel(capability):
     """The package's own sum, with shared memory counted, against this folder's."""

@@ -30,8 +30,8 @@ INNER = Streaming(budget=256, num_sink=4)
 
 
 def quick(pairs: list[tuple[str, str]], *some: tuple[str, str]) -> pytest.MarkDecorator:
-    """Parametrise a test by pairs of a draft and a policy, of which all but some are slow."""
-    marked = [pytest.param(*pair, marks=() if pair in some else pytest.mark.slow) for pair in pairs]
+    """Parametrise a test by pairs of a draft and a policy, of which all but some are a soak."""
+    marked = [pytest.param(*pair, marks=() if pair in some else pytest.mark.soak) for pair in pairs]
     return pytest.mark.parametrize(("draft", "policy"), marked)
 
 

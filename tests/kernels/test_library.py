@@ -131,7 +131,7 @@ def passes_with(flags: str, folder: Path, *files: str, **variables: str) -> None
     assert len(list(folder.glob("magicdec/*.so"))) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.skipif(
     platform.machine() != "x86_64" or library.compiler() is None,
     reason="for x86-64, with a compiler",

@@ -47,10 +47,13 @@ def check(target: Transformer, expected: list[list[int]]) -> None:
 
 
 @torch.inference_mode()
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "attention", "layers"),
-    [("qwen3-moe", CppAttention, 2), ("gpt-oss", SdpaAttention, 2), ("qwen3.5", CppAttention, 4)],
+    [
+        pytest.param("qwen3-moe", CppAttention, 2, marks=pytest.mark.soak),
+        pytest.param("gpt-oss", SdpaAttention, 2, marks=pytest.mark.soak),
+        pytest.param("qwen3.5", CppAttention, 4, marks=pytest.mark.slow),
+    ],
 )
 def test_compiled_targets_write_the_same_tokens(family, attention, layers, compiled):
     """Experts, sinks and recurrent states included."""

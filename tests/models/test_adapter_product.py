@@ -60,7 +60,7 @@ def test_every_family_with_every_draft_writes_the_same_tokens(family, draft, fol
         check(family, draft, policy, gamma, folders)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_with_every_draft_samples_from_the_target(family, draft, folders):

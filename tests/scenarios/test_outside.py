@@ -137,7 +137,7 @@ def test_our_free_draft_accepts_as_told():
     assert (draft.name, draft.gamma, draft.synthetic_acceptance) == ("ngram", 4, 0.6)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_our_own_server_from_outside(tmp_path):
     """All parts of a round are found, at every batch with as many slots as rows."""
     grid = ["scenario.batch_sizes=[1,2]", "scenario.context_lens=[64]", "scenario.gammas=[2]"]

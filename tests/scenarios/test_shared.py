@@ -69,9 +69,12 @@ def done(tmp_path, name, *overrides, share="prefill", number=0):
     return run.metrics["prefill/shared"], tokens, kept
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("attention", "order"), [("sdpa", list(CELLS)), ("cpp", list(reversed(CELLS)))]
+    ("attention", "order"),
+    [
+        pytest.param("sdpa", list(CELLS), marks=pytest.mark.soak),
+        pytest.param("cpp", list(reversed(CELLS)), marks=pytest.mark.slow),
+    ],
 )
 def test_results_equal_those_of_processes_of_their_own_in_any_order(tmp_path, attention, order):
     alone = {

@@ -139,7 +139,7 @@ async def test_a_failure_reaches_everybody(monkeypatch):
             engine.generate(PROMPTS[0], Params(2))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(1800)
 async def test_soak():
     """Two thousand requests of random lengths, a fifth of them cancelled: none lost, none mixed up,

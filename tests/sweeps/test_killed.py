@@ -52,7 +52,7 @@ def forked(quick):
     return lambda runs: started(sweep, runs)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_killed_at_ten_random_moments_and_started_again(tmp_path, forked):
     calm, runs = tmp_path / "calm", tmp_path / "runs"
     assert ended(forked(calm)) == 0
@@ -176,7 +176,7 @@ def test_a_killed_launcher_takes_its_jobs_along_and_the_sweep_goes_on(
     assert not list(runs.glob("*/.*"))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_sweep_of_processes_killed_at_ten_random_moments(tmp_path, starts):
     """Five times with its jobs, as a terminal that is closed does, and five times alone: its jobs
     must follow.

@@ -15,6 +15,12 @@ from magicdec.tracking.sweep import jobs
 from tests.programs import ROOT
 from tests.sweeps.grid import COMMON, finished, start
 
+JOBLIB = pytest.param("joblib", marks=pytest.mark.slow)
+SUBMITIT = [
+    pytest.param(name, marks=pytest.mark.slow) for name in ("submitit_local", "submitit_slurm")
+]
+RAY = pytest.param("ray", marks=pytest.mark.soak)  # its own servers take minutes
+
 
 def needs(launcher):
     """Skip where it is not installed, or there is no cluster to ask."""
@@ -51,8 +57,7 @@ def elsewhere(runs, launcher, *arguments):
     return launch(runs, launcher, *own, "draft.gamma=300,1,2", *arguments)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["joblib", "submitit_local", "submitit_slurm", "ray"])
+@pytest.mark.parametrize("launcher", [JOBLIB, *SUBMITIT, RAY])
 def test_other_launchers(tmp_path, launcher):
     """A job that is refused does not hide the others, and a dry run has queued nothing."""
     runs = tmp_path / "runs"
@@ -81,8 +86,7 @@ def test_other_launchers_that_fail_fast(tmp_path, launcher):
     assert not list(iter_runs(tmp_path / "runs"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["joblib", "ray"])
+@pytest.mark.parametrize("launcher", [JOBLIB, RAY])
 def test_a_task_of_another_launcher_is_a_group_of_jobs_that_share_a_prefill(
     tmp_path, launcher, monkeypatch
 ):

@@ -164,8 +164,13 @@ def test_a_setting_of_another_kind_is_refused(train_head, typed, capsys):
     assert "--vocabulary has no effect with --kind mtp" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=pytest.mark.slow if kind == "eagle3" else pytest.mark.soak)
+        for kind in KINDS
+    ],
+)
 def test_acceptance_rises_and_a_training_resumes(kind, train, tmp_path):
     steps = STEPS[kind]
     half = train(kind, steps, interrupted_at=steps // 2)

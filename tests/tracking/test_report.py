@@ -145,7 +145,7 @@ def test_a_command_to_copy_leaves_out_what_is_not_the_runs():
     )
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_ten_thousand_runs_in_seconds(report, tmp_path):
     write_store(tmp_path / "runs", MANY)
     start = time.perf_counter()
