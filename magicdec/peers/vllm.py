@@ -90,11 +90,6 @@ class VllmPeer(WorkerPeer, StartedServer):
     @override
     def check(cls, config: Config) -> None:
         assert isinstance(config.engine, VllmEngine)
-        if config.draft.synthetic_acceptance is not None and config.hardware.device == "cpu":
-            raise UserError(
-                f"draft.synthetic_acceptance={config.draft.synthetic_acceptance}: vLLM accepts at a"
-                " given rate on GPUs alone; set it to null"
-            )
         if config.speculates:
             config.engine.chosen(config.draft.name)
             _check_reach(config)

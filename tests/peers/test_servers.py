@@ -18,7 +18,6 @@ from magicdec.errors import UserError
 from magicdec.peers.llamacpp import LlamacppPeer
 from magicdec.peers.started_server import as_arguments
 from magicdec.peers.vllm import METHODS, VllmEngine, VllmPeer
-from magicdec.planning.resolve import resolve
 from magicdec.scenarios import Job, run
 from magicdec.units import WAYS
 from tests.peers.conftest import needs
@@ -164,8 +163,6 @@ def test_vllms_sampler_for_cpus_accepts_at_no_given_rate(peer):
     """It ends in an assertion; so the free draft is accepted as its text repeats."""
     for device, draws in (("cpu", False), ("cuda", True)):
         assert peer(hardware=machine(device=device)).draws_acceptance is draws
-    with refusal("draft.synthetic_acceptance=0.7: vLLM accepts at a given rate on GPUs alone"):
-        resolve(compose(["engine=vllm", "hardware=cpu", "draft.synthetic_acceptance=0.7"]))
 
 
 def test_a_method_needs_its_draft():
