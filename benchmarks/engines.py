@@ -1,9 +1,9 @@
 """Profile the servers of several engines from outside, next to the profile of our own engine, and
 write docs/results/engines.csv and the page that shows it, peers-cpu.md.
 
-    python benchmarks/engines.py --small                    # to try it out: two minutes
-    python benchmarks/engines.py                            # the bundled pair: about 20 minutes
-    python benchmarks/engines.py --smollm2 FOLDER           # and SmolLM2: about 40 minutes more
+    python benchmarks/engines.py --small            # to try it out: two minutes
+    python benchmarks/engines.py                    # the bundled pair: 35 minutes, with all engines
+    python benchmarks/engines.py --smollm2 FOLDER   # and SmolLM2: 45 minutes more for ours alone
 
 The machine must be idle otherwise. vLLM and llama.cpp are measured where MAGICDEC_VLLM_PYTHON and
 MAGICDEC_LLAMACPP_PYTHON name their environments (docs/peers.md); OpenVINO GenAI has no server here.
@@ -32,7 +32,7 @@ from magicdec.measure.intervals import Estimate
 STEPS = ("target_decode", "verify", "draft", "round")
 NEW_TOKENS = 48
 GRID = {"batch_sizes": [1, 4, 8], "context_lens": [1024, 2048, 4096], "gammas": [1, 2, 4]}
-# With 8 users, the prefills of SmolLM2 alone would take an hour.
+# SmolLM2 prefills slowly: with up to 4 users, our server takes 40 minutes.
 GRIDS = {"tiny": GRID, "smollm2": GRID | {"batch_sizes": [1, 2, 4]}}
 SMALL = {"batch_sizes": [1, 2], "context_lens": [256], "gammas": [2]}
 # What drafts, by target and engine.
@@ -79,6 +79,7 @@ def runs_of(target: str, named: Sequence[str], grid: Mapping[str, list[int]]) ->
 def rows_of(target: str, engine: str, measured: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield a row for each step of each point."""
     result = measured["result"]
+    made_by = f"commit {result['commit'][:8]}, {result['device']}, PyTorch {result['torch']}"
     for line in measured["lines"]:
         place = {"target": target, "engine": engine, "batch": line["batch_size"]}
         place |= {"context": line["context_len"], "gamma": line.get("gamma")}
@@ -92,6 +93,7 @@ def rows_of(target: str, engine: str, measured: Mapping[str, Any]) -> Iterator[d
                 "acceptance_length": line.get("acceptance_length"),
                 "cause": result.get("diagnosis/cause"),
                 "sentence": result.get("diagnosis/sentence"),
+                "measured_by": made_by,
             }
             yield place | times | known
 
