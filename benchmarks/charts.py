@@ -44,8 +44,11 @@ def draw_chart(
 
     A line whose `x` is 0 does not depend on it: it is dashed and crosses the panel. `level` draws a
     horizontal line. `diagonal` draws the line on which `x` and `y` agree, and makes both axes
-    logarithmic. With `own_scales` each panel has its own scale of `y`.
+    logarithmic. With `own_scales` each panel has its own scale of `y`. Raise ValueError for more
+    series than there are colours.
     """
+    if len({row[series] for row in rows}) > len(COLOURS):
+        raise ValueError(f"{file.name}: {series} has more values than there are colours")
     keys = [key for key in (x, y, series, panels, error, *interval) if key]
     values = [{key: row[key] for key in keys} for row in rows if row[y] is not None]
     if error:
