@@ -25,20 +25,20 @@ def way_of_a_run():
 
 
 def calls_of(monkeypatch, arguments):
-    """Run a command here. Return each function of the package at its first call, as (file,
-    name).
+    """Run a command here. Return the package's functions in the order of their first calls, as
+    (file, name).
     """
     calls = []
+    seen = {}  # by identity, and kept: a code object hashes all that it holds
 
     def watch(frame, event, _):
-        file = Path(frame.f_code.co_filename)
-        if event == "call" and file.is_relative_to(ROOT / "magicdec"):
-            call = (str(file.relative_to(ROOT)), frame.f_code.co_name)
-            if call not in seen:
-                seen.add(call)
-                calls.append(call)
+        code = frame.f_code
+        if event == "call" and id(code) not in seen:
+            seen[id(code)] = code
+            file = Path(code.co_filename)
+            if file.is_relative_to(ROOT / "magicdec"):
+                calls.append((str(file.relative_to(ROOT)), code.co_name))
 
-    seen: set[tuple[str, str]] = set()
     monkeypatch.setattr(sys, "argv", ["launch.py", *arguments])
     sys.setprofile(watch)
     try:

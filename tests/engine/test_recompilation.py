@@ -155,6 +155,7 @@ def decode_on(rank: int, folder: Path) -> None:
         )
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("forked_ranks")
 def test_nothing_is_compiled_after_rehearsals_on_ranks(tmp_path):
     on_ranks(2, "cpu", decode_on, make_checkpoint(tmp_path, "llama-mqa", vocab_size=97))

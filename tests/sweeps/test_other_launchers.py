@@ -19,7 +19,8 @@ JOBLIB = pytest.param("joblib", marks=pytest.mark.slow)
 SUBMITIT = [
     pytest.param(name, marks=pytest.mark.slow) for name in ("submitit_local", "submitit_slurm")
 ]
-RAY = pytest.param("ray", marks=pytest.mark.soak)  # its own servers take minutes
+# Ray's own servers take minutes; what joblib does is shown by the group of jobs, too.
+SOAKS = [pytest.param(name, marks=pytest.mark.soak) for name in ("joblib", "ray")]
 
 
 def needs(launcher):
@@ -57,7 +58,7 @@ def elsewhere(runs, launcher, *arguments):
     return launch(runs, launcher, *own, "draft.gamma=300,1,2", *arguments)
 
 
-@pytest.mark.parametrize("launcher", [JOBLIB, *SUBMITIT, RAY])
+@pytest.mark.parametrize("launcher", [*SUBMITIT, *SOAKS])
 def test_other_launchers(tmp_path, launcher):
     """A job that is refused does not hide the others, and a dry run has queued nothing."""
     runs = tmp_path / "runs"
@@ -86,7 +87,7 @@ def test_other_launchers_that_fail_fast(tmp_path, launcher):
     assert not list(iter_runs(tmp_path / "runs"))
 
 
-@pytest.mark.parametrize("launcher", [JOBLIB, RAY])
+@pytest.mark.parametrize("launcher", [JOBLIB, SOAKS[1]])
 def test_a_task_of_another_launcher_is_a_group_of_jobs_that_share_a_prefill(
     tmp_path, launcher, monkeypatch
 ):

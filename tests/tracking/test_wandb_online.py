@@ -370,8 +370,13 @@ cli()
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["grid", "bayes"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("grid", marks=pytest.mark.soak),
+        pytest.param("bayes", marks=pytest.mark.slow),
+    ],
+)
 def test_an_agent_s_runs_are_those_of_its_sweep(name, tmp_path, server):
     sweep = yaml.safe_load((ROOT / "sweeps" / "wandb" / f"{name}.yaml").read_text())
     sweep["program"] = str(ROOT / "tests" / "quick_launch.py")
