@@ -53,8 +53,9 @@ def architecture(name: str) -> ModelConfig:
     """
     values = option(name).get("architecture")
     if not values:
+        known = [other for other in _names() if option(other).get("architecture")]
         raise UserError(
-            f"target={name} has no architecture in conf/target; one of: {', '.join(_names())}"
+            f"target={name} has no architecture in conf/target; one of: {', '.join(known)}"
         )
     return from_values(values)
 

@@ -71,6 +71,14 @@ def test_targets_of_other_families_have_the_published_number_of_parameters(targe
     assert round(choice.architecture.num_parameters / 1e9, 2) == MODULES[target]
 
 
+def test_the_architectures_that_an_error_offers_are_there():
+    with pytest.raises(UserError) as raised:
+        architecture("deepseek-v3")
+    offered = str(raised.value).partition("one of: ")[2].split(", ")
+    assert {*offered} >= {*PUBLISHED, *BUNDLED}
+    assert not {*offered} & {*MODULES}
+
+
 @pytest.mark.parametrize("target", [*PUBLISHED, *BUNDLED, *MODULES, "custom"])
 def test_targets_say_who_they_are_and_open_with_a_comment(target):
     content = values_of("target", target)
