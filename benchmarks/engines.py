@@ -3,7 +3,7 @@ write docs/results/engines.csv and the page that shows it, peers-cpu.md.
 
     python benchmarks/engines.py --small            # to try it out: two minutes
     python benchmarks/engines.py                    # the bundled pair: 35 minutes, with all engines
-    python benchmarks/engines.py --smollm2 FOLDER   # and SmolLM2: 45 minutes more for ours, 75 for another
+    python benchmarks/engines.py --smollm2 FOLDER   # and SmolLM2: 45 minutes more, 75 per peer
 
 The machine must be idle otherwise. vLLM and llama.cpp are measured where MAGICDEC_VLLM_PYTHON and
 MAGICDEC_LLAMACPP_PYTHON name their environments (docs/peers.md); OpenVINO GenAI has no server here.
