@@ -94,7 +94,8 @@ class GroupTask:
     def _run(self, member: SweepJob) -> JobReturn:
         config = self.context.config_loader.load_sweep_config(self.config, list(member.overrides))
         with open_dict(config.hydra.job) as job:
-            job.num, job.id = member.number, f"{job.name}_{member.number}"
+            job.num = member.number
+            job.id = f"{job.name}_{member.number}"
         keys = {"job_dir_key": "hydra.sweep.dir", "job_subdir_key": "hydra.sweep.subdir"}
         return run_job(hydra_context=self.context, task_function=self.task, config=config, **keys)
 

@@ -62,7 +62,8 @@ class BlockConfig(ModelConfig):
         states, evenly spaced.
         """
         plain = {entry.name: getattr(target, entry.name) for entry in fields(ModelConfig)}
-        count, last = min(MOST_TAPS, target.num_layers), target.num_layers
+        count = min(MOST_TAPS, target.num_layers)
+        last = target.num_layers
         plain |= {"num_layers": count, "sliding_layers": (), "sliding_window": None}
         plain |= {"qk_norm": True, "qkv_bias": False}
         taps = tuple(max(1, (number + 1) * last // (count + 1)) for number in range(count))

@@ -81,7 +81,8 @@ class HeadConfig(ModelConfig):
     @override
     def num_parameters(self) -> int:
         """Return the head's own weights."""
-        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        q = self.num_heads * self.head_dim
+        kv = self.num_kv_heads * self.head_dim
         attention = self.qkv_inputs * (q + 2 * kv) + q * self.hidden_size
         biases = self.qkv_bias * (q + 2 * kv) + self.output_bias * self.hidden_size
         input_norms = self.input_norms != "none" and self.num_taps * self.target_hidden_size
@@ -218,7 +219,8 @@ def _input_norms(file: HeadFile) -> Literal["none", "joint", "each"]:
 
 def unread_keys_of_head(plain: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of a head's config.json that `head_from` does not read, with their values."""
-    layer, nested = plain.get(LAYER, plain), plain.get("eagle_config") or {}
+    layer = plain.get(LAYER, plain)
+    nested = plain.get("eagle_config") or {}
     read_of_layer = {entry.name for entry in fields(HeadFile)} | {*BOOKKEEPING, LAYER}
     unread = unread_keys(layer, expected=read_of_layer)
     if layer is not plain:

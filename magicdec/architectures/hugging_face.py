@@ -299,7 +299,8 @@ def _rope(config: HuggingFace) -> tuple[float, RopeScaling | None]:
     next to it.
     """
     rope = config.rope_parameters or config.rope_scaling or Rope()
-    theta, kind = rope.rope_theta or config.rope_theta or DEFAULT_THETA, rope.given_type
+    theta = rope.rope_theta or config.rope_theta or DEFAULT_THETA
+    kind = rope.given_type
     if (rope.partial_rotary_factor or 1.0) != 1.0:
         raise Unsupported("partial_rotary_factor is not supported")
     if kind == "default":

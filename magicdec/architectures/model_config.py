@@ -169,7 +169,8 @@ class ModelConfig:
     @property
     def num_parameters(self) -> int:
         """Return the weights of the whole model, tied embeddings counted once."""
-        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        q = self.num_heads * self.head_dim
+        kv = self.num_kv_heads * self.head_dim
         attention = self.hidden_size * (2 * q + 2 * kv)
         biases = self.qkv_bias * (q + 2 * kv) + self.output_bias * self.hidden_size
         norms = 2 * self.hidden_size + self.qk_norm * 2 * self.head_dim
@@ -180,8 +181,11 @@ class ModelConfig:
     @property
     def matrices(self) -> tuple[Matrices, ...]:
         """Return the weights that a pass through the layers multiplies by."""
-        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        layers, hidden, ffn = self.num_layers, self.hidden_size, self.intermediate_size
+        q = self.num_heads * self.head_dim
+        kv = self.num_kv_heads * self.head_dim
+        layers = self.num_layers
+        hidden = self.hidden_size
+        ffn = self.intermediate_size
         joins = (Matrices("join", layers, self.joined_inputs, hidden),)
         return (
             *(joins if self.joined_inputs else ()),

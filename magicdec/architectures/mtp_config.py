@@ -78,7 +78,8 @@ class MtpFile:
 
 def mtp_from(plain: Mapping[str, Any], name: str = "config.json") -> MtpConfig:
     """Return the modules that a config.json describes; `name` is what errors call the file."""
-    file, layer = parse(MtpFile, plain, where=name), plain.get(LAYER, plain)
+    file = parse(MtpFile, plain, where=name)
+    layer = plain.get(LAYER, plain)
     model = from_hugging_face(dict(layer) | {"tie_word_embeddings": False}, name)
     values = {entry.name: getattr(model, entry.name) for entry in fields(ModelConfig)}
     return MtpConfig(**values | {"num_layers": file.num_nextn_predict_layers})

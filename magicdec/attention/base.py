@@ -256,8 +256,10 @@ class Attention(ABC, Generic[AttentionPlan]):
 
         Slots of these pages that lie outside are -1. So is the rest where there are fewer pages.
         """
-        first_B1, size = first_B[:, None], bounds.size
-        first_page_B1, last_page_B1 = first_B1 // size, (length_B[:, None] - 1) // size
+        first_B1 = first_B[:, None]
+        size = bounds.size
+        first_page_B1 = first_B1 // size
+        last_page_B1 = (length_B[:, None] - 1) // size
         share_BKP = self.page_shares(
             q_BTHD,
             bounds.least_BKPD,

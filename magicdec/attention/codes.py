@@ -92,7 +92,8 @@ class Codes:
 
     def decode(self, layer: int, dtype: torch.dtype) -> Tensor:
         """Return one layer's entries (B, K, S, D)."""
-        tiles, scales = self.codes_LBKNC[layer], self.scales[layer].float()
+        tiles = self.codes_LBKNC[layer]
+        scales = self.scales[layer].float()
         if self.along == TOKENS:
             codes = tiles.unflatten(-1, (-1, TILE, self.together)).transpose(-3, -2).flatten(-2)
         else:

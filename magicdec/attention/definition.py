@@ -52,7 +52,8 @@ def softmax_attention(
     """Return attention in fp32 by its definition, and the weights that each slot receives (B, K,
     S).
     """
-    T, S = q_BTHD.shape[1], k_BKSD.shape[2]
+    T = q_BTHD.shape[1]
+    S = k_BKSD.shape[2]
     q_BKJTD = q_BTHD.float().transpose(1, 2).unflatten(1, (k_BKSD.shape[1], -1))
     own_BT1 = (seqlens_B[:, None] - T + torch.arange(T, device=seqlens_B.device))[..., None]
     slot_S = torch.arange(S, device=seqlens_B.device)

@@ -100,8 +100,10 @@ class SdpaAttention(Attention[SdpaPlan]):
     ) -> Tensor:
         if indices_BKN is not None:
             return self._attend_selected(q_BTHD, k_BKSD, v_BKSD, plan, indices_BKN)
-        H, K = q_BTHD.shape[2], k_BKSD.shape[1]
-        k, v = k_BKSD[:, :, : plan.length], v_BKSD[:, :, : plan.length]
+        H = q_BTHD.shape[2]
+        K = k_BKSD.shape[1]
+        k = k_BKSD[:, :, : plan.length]
+        v = v_BKSD[:, :, : plan.length]
         if not self.weighting.is_plain:
             return attend_explicitly(q_BTHD, k, v, self.weighting, plan.mask_BKJTS)
         if not plan.folded and (
@@ -128,7 +130,8 @@ class SdpaAttention(Attention[SdpaPlan]):
         counted_BT: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Write out the probabilities, which only suits a few query tokens at a time."""
-        k, v = k_BKSD[:, :, : plan.length], v_BKSD[:, :, : plan.length]
+        k = k_BKSD[:, :, : plan.length]
+        v = v_BKSD[:, :, : plan.length]
         q_BKJTD = _fold(q_BTHD, k.shape[1])
         p_BKJTS = weights_of(q_BKJTD, k, self.weighting, plan.mask_BKJTS)
         out = torch.einsum("bkjts,bksd->bkjtd", p_BKJTS.to(v.dtype), v)
@@ -158,7 +161,8 @@ class SdpaAttention(Attention[SdpaPlan]):
         own_B1T1 = _own_slots(plan.seqlens_B, T)[:, None, :, None]
         slot_BK1N = indices_BKN[:, :, None]
         seen_BKTN = ~(_hidden(slot_BK1N, own_B1T1, plan.window, slot_BK1N) | (slot_BK1N < 0))
-        k_BKND, v_BKND = k_BKSD.gather(2, slot_BKN1), v_BKSD.gather(2, slot_BKN1)
+        k_BKND = k_BKSD.gather(2, slot_BKN1)
+        v_BKND = v_BKSD.gather(2, slot_BKN1)
         if not self.weighting.is_plain:
             mask_BKTN = torch.zeros(seen_BKTN.shape, device=seen_BKTN.device)
             mask_BKJTN = mask_BKTN.masked_fill_(~seen_BKTN, -torch.inf)[:, :, None]
@@ -208,7 +212,8 @@ def attend_by_turns(q_BTHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, mask: Tensor
     """
     out_BTHD = torch.empty_like(q_BTHD)
     heads = (k_BKSD.shape[1], -1)
-    of_BTKJD, q_BTKJD = out_BTHD.unflatten(2, heads), q_BTHD.unflatten(2, heads)
+    of_BTKJD = out_BTHD.unflatten(2, heads)
+    q_BTKJD = q_BTHD.unflatten(2, heads)
     for j in range(q_BTKJD.shape[3]):
         q_BKTD = q_BTKJD[:, :, :, j].transpose(1, 2)
         of_BTKJD[:, :, :, j] = F.scaled_dot_product_attention(

@@ -75,7 +75,8 @@ class CompactCache(DraftCache):
         seqlens_B = self.read_B(num_new)
         # A new token's is its slot.
         positions_LBKS = self.positions_LBKS - self.shift_B[:, None, None]
-        everything, plans = attention.plan(seqlens_B, shape, None), []
+        everything = attention.plan(seqlens_B, shape, None)
+        plans = []
         for layer, positions_BKS in enumerate(positions_LBKS):
             window = self.config.window_of(layer)
             plans.append(
@@ -158,7 +159,8 @@ class CompactCache(DraftCache):
         self.shift_B.copy_(self.length_B - self.seqlens_B)
         if self.positions_LBKS is not None:
             slot_S = torch.arange(self.capacity, dtype=torch.int32, device=length_B.device)
-            position_BS, free_BS = slot_S + self.shift_B[:, None], slot_S >= self.seqlens_B[:, None]
+            position_BS = slot_S + self.shift_B[:, None]
+            free_BS = slot_S >= self.seqlens_B[:, None]
             self.positions_LBKS.copy_(
                 torch.where(free_BS[:, None], position_BS[:, None], self.positions_LBKS)
             )

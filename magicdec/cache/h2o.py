@@ -84,7 +84,8 @@ class H2OCache(ScoredCache):
     @override
     def attend(self, layer: int, q_BTHD: Tensor, attention: Attention, plan: Any) -> Tensor:
         """Count the last token alone: one that is fed again has been scored before."""
-        k_BKSD, v_BKSD = self.k_LBKSD[layer], self.v_LBKSD[layer]
+        k_BKSD = self.k_LBKSD[layer]
+        v_BKSD = self.v_LBKSD[layer]
         counted_BT = torch.zeros(q_BTHD.shape[:2], dtype=torch.bool, device=q_BTHD.device)
         counted_BT[:, -1] = True
         out_BTHD, scores_BKC = attention.attend_scored(q_BTHD, k_BKSD, v_BKSD, plan, counted_BT)
@@ -97,7 +98,8 @@ class H2OCache(ScoredCache):
         """End a step if there was one: a block counts tokens before they attend."""
         super().advance(num_new)
         if self._has_attended:
-            self._step, self._has_attended = self._step + 1, False
+            self._step += 1
+            self._has_attended = False
 
     @override
     def take(self, source: KVCache, first_slot_B: Tensor, count_B: Tensor, width: int) -> None:
@@ -123,7 +125,8 @@ class H2OCache(ScoredCache):
 
         A row that has not outgrown its budget loses nothing, and its slots stay in order.
         """
-        index_W, F = torch.arange(width, device=count_B.device), self.num_fixed
+        index_W = torch.arange(width, device=count_B.device)
+        F = self.num_fixed
         committed_BW = index_W < count_B[:, None]
         position_BW = self.length_B.long()[:, None] + index_W
         slot_BW = self.ring_slots(position_BW)

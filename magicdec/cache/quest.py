@@ -100,7 +100,8 @@ class QuestCache(DynamicCache):
     def load(self, source: KVCache, scores_LBKS: Tensor | None = None) -> None:
         """Compute the bounds of all pages."""
         super().load(source, scores_LBKS)
-        total, size = self.least_LBKPD.shape[3], self.page_size
+        total = self.least_LBKPD.shape[3]
+        size = self.page_size
         behind_BS = (
             torch.arange(total * size, device=self.length_B.device) >= self.length_B[:, None]
         )

@@ -43,7 +43,8 @@ class SnapKVCache(ScoredCache):
     @override
     def set_up(self) -> None:
         super().set_up()
-        self.observes, self.pooling = self.settings.observation_window, self.settings.kernel
+        self.observes = self.settings.observation_window
+        self.pooling = self.settings.kernel
 
     @override
     def fixed_slots(self, budget: int) -> int:

@@ -107,7 +107,8 @@ class StreamingCache(WindowCache):
         super().set_length(length_B)
         if self.sink_k_LBKND is not None:
             angle_BD2 = self.shift_B[:, None].float() * self.inv_freq
-            cos, sin = angle_BD2.cos()[:, None, None], angle_BD2.sin()[:, None, None]
+            cos = angle_BD2.cos()[:, None, None]
+            sin = angle_BD2.sin()[:, None, None]
             self.k_LBKSD[:, :, :, : self.num_fixed] = rotate(self.sink_k_LBKND, cos, sin)
             if self.positions_LBKS is not None:
                 slot_N = torch.arange(self.num_fixed, device=length_B.device)

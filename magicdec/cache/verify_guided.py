@@ -74,7 +74,8 @@ class VerifyGuidedCache(DynamicCache):
     @override
     def set_up(self) -> None:
         super().set_up()
-        self.observes, self.phases = self.settings.observation_window, self.settings.refresh
+        self.observes = self.settings.observation_window
+        self.phases = self.settings.refresh
         self.window = self.settings.window(self.spec)
         # the selected slots, the recent ones, and those of proposals: the same in every step of a
         # round
@@ -159,7 +160,8 @@ class VerifyGuidedCache(DynamicCache):
         self, scores_LBKS: Tensor, select_largest: Callable[[Tensor, Tensor, Tensor, int], Tensor]
     ) -> None:
         """Choose among the entries before the recent ones, of what each layer still sees."""
-        layers, count = range(len(self.read_LBKN)), self.budget - self.window
+        layers = range(len(self.read_LBKN))
+        count = self.budget - self.window
         first_LB = torch.stack([self.first_seen_B(layer, self.length_B) for layer in layers])
         older_B1 = self.length_B[:, None] - self.window
         self.read_LBKN[..., :count] = select_largest(

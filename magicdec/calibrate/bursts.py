@@ -58,7 +58,8 @@ def measure_server(url: str, overrides: Sequence[str]) -> Measured:
                 f"hardware={hardware['name']}: name the server's machine, as in hardware=h200"
             )
         here = this_machine([text for text in overrides if text.startswith("hardware")])
-        hardware, rates = asdict(here.config.hardware), rates_of(here)
+        hardware = asdict(here.config.hardware)
+        rates = rates_of(here)
         device_name = here.device_name
     dtype = hardware["dtype"] if hardware["dtype"] != "auto" else "bfloat16"
     rows, served = asyncio.run(_time_all(plan, ELEMENT_BYTES[dtype]))
@@ -90,13 +91,15 @@ def _diagnosis(given: Sequence[str], plan: Plan) -> str:
 
 def _contexts(plan: Plan) -> list[int]:
     """Return the lengths of prompts, in order."""
-    shares, longest = plan.config.settings(Serve).length_shares, plan.config.batch.context_len
+    shares = plan.config.settings(Serve).length_shares
+    longest = plan.config.batch.context_len
     return sorted({max(1, round(share * longest)) for share in shares})
 
 
 async def _time_all(plan: Plan, element_bytes: float) -> tuple[list[Row], str]:
     """Return the points of a server, and its description."""
-    scenario, batch = plan.config.settings(Serve), plan.config.batch
+    scenario = plan.config.settings(Serve)
+    batch = plan.config.batch
     target = plan.config.target.name
     tokenizer = build.tokenizer(plan)
     points = list(product(sorted(set(scenario.concurrencies)), _contexts(plan)))

@@ -83,7 +83,8 @@ def measured(
     that a device without a datasheet reaches. Raise UserError if neither says what the machine
     could do.
     """
-    listed, name = device_in(device_name), str(hardware["name"])
+    listed = device_in(device_name)
+    name = str(hardware["name"])
     if name == "auto":
         unlisted = CPU if hardware.get("device") == "cpu" else device_name or name
         name = listed.name if listed else unlisted

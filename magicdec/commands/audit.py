@@ -199,7 +199,8 @@ def _of_batch(
         scores[way] = teacher_force(batch.decoder, written, tie)[:2].transpose(0, 1).tolist()
     batch.close()
     for row, line in enumerate(lines):
-        tokens, judged = outputs(line), {way: Judged(*scores[way][row]) for way in WAYS}
+        tokens = outputs(line)
+        judged = {way: Judged(*scores[way][row]) for way in WAYS}
         base = judged[BASELINE]
         differences = {
             way: compared(line.autoregressive, tokens[way], base, judged[way])

@@ -95,7 +95,8 @@ def _library() -> Any:
 def _views(entity: str) -> dict[str, list[Any]]:
     """Return the panels by the question that they answer."""
     v2 = _library()
-    batch, context = v2.Config("batch.size"), v2.Config("batch.context_len")
+    batch = v2.Config("batch.size")
+    context = v2.Config("batch.context_len")
     predicted = v2.SummaryMetric("predicted/speedup")
     return {
         "Which policy, budget and gamma?": _choices(),

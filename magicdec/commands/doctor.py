@@ -254,7 +254,8 @@ def rounds(device: torch.device) -> Iterator[Finding]:
         batch = engine.open(build.prompts(plan, build.tokenizer(plan)).tokens)
         batch.decoder.prefill(engine.prefill_chunk)
         warm_up(batch)
-        plain, fast = batch.decoder.generate(), batch.decoder.generate(batch.draft)
+        plain = batch.decoder.generate()
+        fast = batch.decoder.generate(batch.draft)
     verdict = audit(batch.decoder, plain.tokens, fast.tokens)
     how = [f"attention={c.attention}", *(["layers compiled"] if c.hardware.compile else [])]
     how += ["rounds captured"] if engine.hardware.captures else []
@@ -278,7 +279,8 @@ def speed(device: torch.device) -> Iterator[Finding]:
     """
     dtype = DTYPES[device.type]
     listed = device_in(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-    bandwidth, rate = ceilings.read_bandwidth(device), ceilings.matmul_rate(device, dtype)
+    bandwidth = ceilings.read_bandwidth(device)
+    rate = ceilings.matmul_rate(device, dtype)
     name = f"matmul {str(dtype).removeprefix('torch.')}"
     unit, unit_name = (1e12, "TFLOP/s") if device.type == "cuda" else (1e9, "GFLOP/s")
     figures = [
@@ -286,7 +288,8 @@ def speed(device: torch.device) -> Iterator[Finding]:
         (name, rate, unit, unit_name, listed.flops if listed else 0.0),
     ]
     for check, value, unit, unit_name, sheet in figures:
-        text, slow = f"{value / unit:.3g} {unit_name}", value < SLOW * sheet
+        text = f"{value / unit:.3g} {unit_name}"
+        slow = value < SLOW * sheet
         if listed:
             share = f"{value / sheet:.0%} of the {sheet / unit:,.0f}"
             text += f", {share} in the datasheet of {listed.name}"
@@ -304,7 +307,8 @@ def sums(device: torch.device) -> Iterator[Finding]:
         text = "not needed with one GPU" if count else "not needed without GPUs"
         yield Finding(NOTE, "NCCL", f"{text} (hardware.tensor_parallel=1)")
         return
-    large, small = f"{ALL_REDUCED >> 20} MiB", f"{2 * STEP_VALUES >> 10} KiB"
+    large = f"{ALL_REDUCED >> 20} MiB"
+    small = f"{2 * STEP_VALUES >> 10} KiB"
 
     def rate(bytes_per_s: float) -> str:
         return f"{count} GPUs sum {large} at {bytes_per_s / 1e9:.3g} GB/s a GPU"

@@ -43,7 +43,9 @@ def validate(config: Config) -> None:
 def warnings(config: Config) -> list[str]:
     """Return a line for each setting that is legal but probably not meant."""
     lines = []
-    draft, cache, sampling = config.draft, config.cache, config.sampling
+    draft = config.draft
+    cache = config.cache
+    sampling = config.sampling
     context_len = config.scenario.longest(config.batch)
     context_key = config.scenario.key_of("batch.context_len")
     is_ours = config.engine.name == "native"
@@ -123,7 +125,8 @@ def refuse_secrets(given: Any, key: str = "") -> None:
 
 def check_length(config: Config, longest: int) -> None:
     """Raise UserError where sequences become longer than the target's `longest`."""
-    key, new = config.scenario.key_of("batch.context_len"), config.batch.generate_len
+    key = config.scenario.key_of("batch.context_len")
+    new = config.batch.generate_len
     context_len = config.scenario.longest(config.batch)
     if context_len + new > longest:
         raise UserError(
@@ -189,7 +192,8 @@ def _run(config: Config) -> Iterator[str]:  # noqa: C901
 
 def _peer(config: Config) -> Iterator[str]:
     """Yield what engines other than ours cannot do, with any draft or none."""
-    engine, ranks = f"engine={config.engine.name}", config.hardware.tensor_parallel
+    engine = f"engine={config.engine.name}"
+    ranks = config.hardware.tensor_parallel
     if config.scenario.name not in config.engine.scenarios:
         valid = " and ".join(f"scenario={name}" for name in config.engine.scenarios)
         yield (
@@ -212,7 +216,8 @@ def _peer(config: Config) -> Iterator[str]:
 
 def _peers_draft(config: Config) -> Iterator[str]:
     """Yield what engines other than ours cannot do with this draft."""
-    draft, engine = config.draft, f"engine={config.engine.name}"
+    draft = config.draft
+    engine = f"engine={config.engine.name}"
     drafts = ("none", *config.engine.drafts)
     if draft.name not in drafts:
         yield (

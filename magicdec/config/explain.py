@@ -100,7 +100,8 @@ def _file_being_read(error: BaseException) -> str | None:
 
 def _explain_key(error: OmegaConfBaseException) -> str:
     """Explain an error of OmegaConf, which has the key and usually the value."""
-    key, text = error.full_key or "", str(error).partition("\n")[0]
+    key = error.full_key or ""
+    text = str(error).partition("\n")[0]
     if isinstance(error, ConfigKeyError | ConfigAttributeError):
         return unknown_key(key)
     if isinstance(error, MissingMandatoryValue):

@@ -44,7 +44,8 @@ class WatchedDraft:
         self.junk = False
         # Of proposals within their distributions, by row and place.
         self.ranks: dict[tuple[int, int], float] = {}
-        self._vocab_size, self._generator = vocab_size, torch.Generator().manual_seed(0)
+        self._vocab_size = vocab_size
+        self._generator = torch.Generator().manual_seed(0)
         if draft.gamma != gamma:
             raise Broken(f"gamma: it proposes up to {draft.gamma} tokens")
         self._propose, draft.propose = draft.propose, self._proposal  # type: ignore[method-assign]
@@ -62,7 +63,8 @@ class WatchedDraft:
                 torch.where(place_S < state.num_tokens_B[:, None], state.tokens_BS, junk_BS)
             )
         proposal = self._propose(state, gamma)
-        tokens_BG, size = proposal.tokens_BG, (len(state.tokens_BS), gamma)
+        tokens_BG = proposal.tokens_BG
+        size = (len(state.tokens_BS), gamma)
         if tuple(tokens_BG.shape) != size:
             raise Broken(
                 f"propose: returns {shown_shape(tokens_BG)} tokens: must be {size[0]} x {gamma}"
@@ -85,7 +87,8 @@ class WatchedDraft:
                 f"q_BGV: has {shown_shape(q_BGV)} numbers: must be {' x '.join(map(str, size))}"
             )
         rows_A = (~state.finished_B).nonzero()[:, 0]
-        q_AGV, tokens_AG = q_BGV[rows_A].double(), tokens_BG[rows_A]
+        q_AGV = q_BGV[rows_A].double()
+        tokens_AG = tokens_BG[rows_A]
         sum_AG = q_AGV.sum(-1)
         wrong_AG = (q_AGV < 0).any(-1) | ~((sum_AG - 1).abs() <= NEAR_ONE)
         if wrong_AG.any():
@@ -140,7 +143,8 @@ def drawn_otherwise(ranks: Sequence[float]) -> bool:
         return False
     rank_N = torch.tensor(sorted(ranks), dtype=torch.float64)
     even_N = torch.arange(len(rank_N) + 1) / len(rank_N)
-    below_N, above_N = (rank_N - even_N[:-1]).abs(), (even_N[1:] - rank_N).abs()
+    below_N = (rank_N - even_N[:-1]).abs()
+    above_N = (even_N[1:] - rank_N).abs()
     furthest = torch.maximum(below_N, above_N).max()
     return float(furthest) * sqrt(len(rank_N)) > UNLIKELY
 
@@ -180,7 +184,8 @@ def watch_cache(cache: DraftCache) -> None:
 
 def _watch_selection(cache: CompactCache) -> None:
     """Check how many slots a compact policy selects, and which: `load` clamps both."""
-    fixed, select = cache.fixed_slots(cache.budget), cache.select
+    fixed = cache.fixed_slots(cache.budget)
+    select = cache.select
     if not 0 <= fixed < cache.budget:
         most = (
             f"must be from 0 to {cache.budget - 1}, because at least one slot is for recent tokens"
@@ -279,7 +284,8 @@ class _Reader:
 
     def _check_indices(self, indices_BKN: Tensor, k_BKSD: Tensor, where: str) -> None:
         """Check a dynamic selection, of which the backend ignores what a token may not see."""
-        cache, size = self._cache, k_BKSD.shape[:2]
+        cache = self._cache
+        size = k_BKSD.shape[:2]
         if tuple(indices_BKN.shape[:2]) != tuple(size):
             heads = f"must be {' x '.join(map(str, size))} x N, some for each KV head"
             raise Broken(f"select: {where} selects {shown_shape(indices_BKN)} slots: {heads}")
@@ -294,7 +300,8 @@ class _Reader:
 
     def _count(self, committed_B: Tensor, where: str) -> None:
         """Check the committed entries that are read against those that the facts declare."""
-        settings, lengths = self._cache.settings, self._cache.length_B.tolist()
+        settings = self._cache.settings
+        lengths = self._cache.length_B.tolist()
         for row, (committed, length) in enumerate(zip(committed_B.tolist(), lengths, strict=True)):
             if committed > (declared := settings.tokens_read(length)):
                 told = f"its facts (tokens_read) declare {declared:g} of {length}"

@@ -84,7 +84,8 @@ def _findings(
     group: str, name: str, pairs: Sequence[tuple[str, str, str]]
 ) -> Iterator[ChoiceCheck]:
     """Yield the findings of a choice, tried in these pairs of a draft and a policy."""
-    choice, keys = f"{group}={name}", values_of(group, name)
+    choice = f"{group}={name}"
+    keys = values_of(group, name)
     yield ChoiceCheck(
         choice, "has an option", "" if keys else f"conf/{group}/{name}.yaml is missing"
     )
@@ -253,5 +254,6 @@ def both_ways(batch: Batch) -> tuple[bool, Generation, Generation]:
     """Return whether a prefilled batch is decoded with its draft as without it, and both
     outputs.
     """
-    plain, fast = batch.decoder.generate(), batch.decoder.generate(batch.draft)
+    plain = batch.decoder.generate()
+    fast = batch.decoder.generate(batch.draft)
     return audit(batch.decoder, plain.tokens, fast.tokens).passed is True, plain, fast

@@ -83,7 +83,8 @@ def small_head(target: Transformer) -> Head:
     config = HeadConfig(
         **plain, draft_vocab_size=vocabulary, target_hidden_size=whole.hidden_size, taps=(0, 1, 1)
     )
-    head, E = Head(config, target.attention).eval(), whole.hidden_size
+    head = Head(config, target.attention).eval()
+    E = whole.hidden_size
     for parameter in head.parameters():
         parameter.data.fill_(float(parameter.dim() == 1))
     head.layer.attention_norm.weight.data.zero_()

@@ -192,7 +192,9 @@ def measured(runs: Iterable[Mapping[str, Any]]) -> list[Point]:
 
 def _point(run: Mapping[str, Any]) -> Point:
     config = run["config"]
-    draft, data, cache = config["draft"], config["data"], config["cache"]
+    draft = config["draft"]
+    data = config["data"]
+    cache = config["cache"]
     facts = DRAFTS[draft["name"]].facts
     cache = cache if facts.is_model else vars(POLICIES["full"].facts())  # as a Setup has it
     models = [config["target"]] + ([draft["model"]] if facts.needs_model else [])
@@ -249,7 +251,8 @@ def _describe(points: Sequence[Point], setup: Setup) -> str:
     """
     sources = sorted({point.source for point in points})
     more = f" and {len(sources) - 1} more" if len(sources) > 1 else ""
-    asked, named = _labels(setup.models), " with ".join(name for name, _ in setup.models)
+    asked = _labels(setup.models)
+    named = " with ".join(name for name, _ in setup.models)
     models = sorted({point.weights or named for point in points})
     assumed = "" if models == [asked] else f", assuming that {asked} accepts as {models[0]} does"
     return f"{sources[0]}{more}, on {points[0].task}{assumed}"

@@ -17,7 +17,8 @@ def fit_bounded(
     With few columns, the best is found by trying all sets of those that are 0, free, or at their
     bound.
     """
-    matrix_NC, least = matrix_NC / values_N[:, None], inf
+    matrix_NC = matrix_NC / values_N[:, None]
+    least = inf
     bounds_C = np.array(most)
     best_C = np.zeros(len(most))
     states = [("zero", "free") if bound == inf else ("zero", "free", "bound") for bound in most]

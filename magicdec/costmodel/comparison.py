@@ -60,7 +60,8 @@ def predicted_metrics(
         setup, (gamma,), alpha=measured.get("alpha"), generate_len=generate_len
     ).metrics()
     for name, counterpart in MEASURED.items():
-        ours, theirs = predicted.get(f"predicted/{name}"), measured.get(counterpart)
+        ours = predicted.get(f"predicted/{name}")
+        theirs = measured.get(counterpart)
         # A lookup's steps are predicted to be free, which says nothing of what they take.
         if (
             isinstance(ours, int | float)

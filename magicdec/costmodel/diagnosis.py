@@ -161,7 +161,8 @@ class _Late(NamedTuple):
 
 def _late_drafts(cells: Sequence[CellSteps], engine: Engine) -> _Late:
     """Return what draft steps take beyond what they should, in the median cell."""
-    seconds, ratios = list[float](), list[float]()
+    seconds = list[float]()
+    ratios = list[float]()
     for cell in cells:
         should, time = engine.draft_s(cell), cell.draft_s
         if time is None or should is None:

@@ -50,7 +50,8 @@ def memory(setup: Setup, gamma: int, generate_len: int = 0) -> Memory:
     """Return the memory while `generate_len` tokens are generated with proposals of `gamma`."""
     draft, rows = setup.draft, setup.batch
     size = setup.element_bytes
-    target, length = setup.target.shared_by(setup.ranks), setup.context + generate_len
+    target = setup.target.shared_by(setup.ranks)
+    length = setup.context + generate_len
     draft_weights = draft_kv = transient = 0.0
     if draft.needs_model or draft.quantization != "none":
         in_layers = layer_weights(setup.draft_model)

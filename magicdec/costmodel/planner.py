@@ -85,7 +85,8 @@ def search(
     `latency_ms` bounds the time per output token. Raise UserError if even autoregressive decoding
     of the smallest batch exceeds the memory or the bound.
     """
-    drafts, caches = tuple(drafts) or (setup.draft,), tuple(caches) or (setup.cache,)
+    drafts = tuple(drafts) or (setup.draft,)
+    caches = tuple(caches) or (setup.cache,)
     candidates: list[Candidate] = []
     unknown: list[Prediction] = []
     too_large = 0
@@ -150,7 +151,9 @@ def _nothing(
 
 def experiment_yaml(best: Candidate, command: str) -> str:
     """Return a candidate as the text of a file in conf/experiment."""
-    setup, draft, cache = best.setup, best.setup.draft, best.setup.cache
+    setup = best.setup
+    draft = best.setup.draft
+    cache = best.setup.cache
     options = {"target": setup.target_name if option(setup.target_name) else "custom"}
     options["draft"] = draft.name if best.prediction else "none"
     is_own = is_own_path(setup.target_name, setup.target_path)

@@ -150,9 +150,12 @@ class Prediction:
         """Return flat values under `predicted/`, as result.json and W&B hold them; times in
         milliseconds.
         """
-        best, times, hardware = self.best, self.best.times, self.setup.hardware
+        best = self.best
+        times = self.best.times
+        hardware = self.setup.hardware
         sure = self.confidence
-        cache, steps = self.setup.cache, times.steps(self.setup.cache)
+        cache = self.setup.cache
+        steps = times.steps(self.setup.cache)
         steps_per_selection = (
             1 if cache.selects == "step" else best.gamma * cache.rounds_per_selection
         )
@@ -271,7 +274,8 @@ def verdict(prediction: Prediction) -> str:
         text = f"{text}. {setup.remark}"
     for remark in remarks(setup, best.gamma):
         text = f"{text}. {remark[0].upper()}{remark[1:]}"
-    needed, device = prediction.memory.total / GIB, prediction.setup.hardware.device
+    needed = prediction.memory.total / GIB
+    device = prediction.setup.hardware.device
     unfit = (
         f". It needs {needed:.0f} GiB of {device.memory / GIB:.0f} on each GPU, so it does not fit"
     )

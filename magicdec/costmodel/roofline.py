@@ -92,7 +92,8 @@ class Pass(NamedTuple):
 def step_time(forward: Pass, hardware: Hardware) -> StepTime:
     """Return the seconds of a forward pass on a machine."""
     times = dict.fromkeys(StepTime._fields, 0.0)
-    bandwidth, exposed = hardware.bandwidth, 1 - hardware.efficiency.overlap
+    bandwidth = hardware.bandwidth
+    exposed = 1 - hardware.efficiency.overlap
     for op in operators(forward, hardware):
         memory = op.bytes * op.stretch / bandwidth
         share = hardware.efficiency.attention_fraction if op.reads == "kv" else 1.0
@@ -138,7 +139,8 @@ def _matmul_times(
         return reading, computing, reading + computing
     if hardware.shares is None:
         return None
-    reading, computing = op.bytes / device.bandwidth, op.flops / device.flops
+    reading = op.bytes / device.bandwidth
+    computing = op.flops / device.flops
     elements = op.flops / (2 * op.rows)
     seconds = hardware.shares.seconds(op.rows, elements, reading, computing, is_exact)
     return reading, computing, seconds
@@ -146,7 +148,8 @@ def _matmul_times(
 
 def operators(forward: Pass, hardware: Hardware) -> list[Operator]:
     """Return all operators of a pass on one rank."""
-    model, rows = _share(forward.model, forward.ranks), forward.batch * forward.query_tokens
+    model = _share(forward.model, forward.ranks)
+    rows = forward.batch * forward.query_tokens
     hidden, activation = model.hidden_size, forward.activation_bytes
     vocabulary = ceil(model.num_logits / (forward.ranks if hardware.stack.sharded_head else 1))
     head_bytes = forward.head_bytes or activation
@@ -227,7 +230,8 @@ def entries_time(forward: Pass, hardware: Hardware) -> StepTime:
     model = _share(forward.model, forward.ranks)
     outputs = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     weights = model.fused_parameters + model.qkv_inputs * outputs
-    rows, size = forward.batch * forward.query_tokens, forward.activation_bytes
+    rows = forward.batch * forward.query_tokens
+    size = forward.activation_bytes
     moved = (
         rows
         * (

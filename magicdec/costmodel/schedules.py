@@ -242,7 +242,8 @@ def _joined(entries: Iterable[Entry]) -> Iterator[Entry]:
     bands: list[list[Entry]] = []
     for band in by_batch.values():
         if bands and _gammas(bands[-1]) == _gammas(band):
-            first, last = bands[-1][0].batch[0], band[0].batch[1]
+            first = bands[-1][0].batch[0]
+            last = band[0].batch[1]
             bands[-1] = [entry._replace(batch=(first, last)) for entry in band]
         else:
             bands.append(band)

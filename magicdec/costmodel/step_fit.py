@@ -94,7 +94,8 @@ class Engine:
         """Return what reading the KV cache again takes for each proposal. It is 0 where the FLOPs
         of a slow kernel may take as long.
         """
-        again, flops = self.reads * cell.entries.bytes_s, cell.entries.flops_s
+        again = self.reads * cell.entries.bytes_s
+        flops = cell.entries.flops_s
         return again if again + self.of_flops * flops > SLOWEST * flops else 0.0
 
     def expected_s(self, limit: Limit, depth: float = 1.0) -> float:

@@ -157,7 +157,8 @@ def _row(place: Place, keys: Fields, request: PromptRequest) -> CorpusRow:
 
     if keys.speaker and (speaker := value("speaker")) not in USERS:
         raise Unfit(f"{where}: data.speaker={keys.speaker}: {speaker!r} begins, not the user")
-    output, most = number_in(value("output_len")), request.most_new_tokens
+    output = number_in(value("output_len"))
+    most = request.most_new_tokens
     reference = value("reference") or []
     if isinstance(output, str):
         output = len(request.encode(output)) if most else 1

@@ -18,7 +18,9 @@ from magicdec.inputs.rules import did_you_mean
 
 Place = tuple[int, str, Any]  # of a row: its number, its place for messages, its content
 GZIP, UTF16 = b"\x1f\x8b", (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # how such files begin
-BEFORE_A_ROW, AT_THE_END = re.compile(r"\s*[\[,]\s*"), re.compile(r"\s*\]\s*")  # of an array
+# In an array.
+BEFORE_A_ROW = re.compile(r"\s*[\[,]\s*")
+AT_THE_END = re.compile(r"\s*\]\s*")
 
 
 class Unfit(UserError):
@@ -123,7 +125,8 @@ def _cells(lines: Lines, corpus: str) -> Iterator[Place]:
     with _long_cells():
         try:
             for row in csv.DictReader(lines, strict=True):
-                number, where = lines.number, f"{corpus}, line {lines.number}"
+                number = lines.number
+                where = f"{corpus}, line {lines.number}"
                 if None in row or None in row.values():  # restkey, restval
                     raise UserError(f"{where} does not have as many fields as the header")
                 yield number, where, {name: CsvCell(text) for name, text in row.items()}
@@ -164,7 +167,8 @@ def _array(texts: Iterable[str], lines: Lines, corpus: str) -> Iterator[Place]:
     buffer = ""
     at, number = 0, 1
     for text in texts:
-        buffer, at = buffer[at:] + text, 0
+        buffer = buffer[at:] + text
+        at = 0
         while before := BEFORE_A_ROW.match(buffer, at):
             where = f"{corpus}, row {number}"
             try:

@@ -122,7 +122,8 @@ def vt(generator: random.Random) -> Question:
 def qa(generator: random.Random) -> Question:
     """Ask about one of many short documents."""
     words = [word.capitalize() for word in _words(generator, 2 * DOCUMENTS)]
-    first_names, last_names = words[::2], words[1::2]
+    first_names = words[::2]
+    last_names = words[1::2]
     people = [f"{first} {last}" for first, last in zip(first_names, last_names, strict=True)]
     homes = [generator.choice(CITIES.split()) for _ in people]
     years = [generator.randrange(1700, 1950) for _ in people]

@@ -39,11 +39,13 @@ def _config(folder: Path) -> Any:
     """
     from transformers import PretrainedConfig
 
-    settings, model = _json(folder / "tokenizer_config.json"), _json(folder / "config.json")
+    settings = _json(folder / "tokenizer_config.json")
+    model = _json(folder / "config.json")
     if not settings.get("tokenizer_class") or "auto_map" in settings or "model_type" not in model:
         return None
     config: Any = PretrainedConfig()
-    config.name_or_path, config.model_type = str(folder), model["model_type"]
+    config.name_or_path = str(folder)
+    config.model_type = model["model_type"]
     if "model_name" in model:
         config.model_name = model["model_name"]
     return config
@@ -88,17 +90,20 @@ class Detokenizer:
     """
 
     def __init__(self, tokenizer: Any):
-        self._tokenizer, self._tokens = tokenizer, list[int]()
+        self._tokenizer = tokenizer
+        self._tokens = list[int]()
         # A token's text may depend on the one before: decode from there.
         self._start = self._told = 0
 
     def add(self, tokens: list[int], last: bool = False) -> str:
         """Return the text that these tokens add."""
         self._tokens += tokens
-        decode, told = self._tokenizer.decode, self._tokens[self._start : self._told]
+        decode = self._tokenizer.decode
+        told = self._tokens[self._start : self._told]
         before = decode(told, skip_special_tokens=True)
         now = decode(self._tokens[self._start :], skip_special_tokens=True)
         if now.endswith("\ufffd") and not last:
             return ""
-        self._start, self._told = self._told, len(self._tokens)
+        self._start = self._told
+        self._told = len(self._tokens)
         return now[len(before) :]

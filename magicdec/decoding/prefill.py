@@ -38,7 +38,8 @@ def prefill(
     those of the chunk.
     """
     rows_B = torch.arange(tokens_BS.shape[0], device=tokens_BS.device)
-    last_BE, queries = None, cache.queries_for(model.attention, lengths_B)
+    last_BE = None
+    queries = cache.queries_for(model.attention, lengths_B)
     for start in range(0, longest, chunk):
         tokens_BT = tokens_BS[:, start : min(start + chunk, longest)]
         num_new = tokens_BT.shape[1]

@@ -55,7 +55,8 @@ def score_by_queries(
         num_new = index_BT.shape[1]
         plans = view.plan(queries.attention[0], num_new, cache.k_LBKSD.dtype)
         for layer, plan in enumerate(plans):
-            attention, k_BKSD = queries.attention[layer], cache.k_LBKSD[layer]
+            attention = queries.attention[layer]
+            k_BKSD = cache.k_LBKSD[layer]
             q_BTHD = queries.of(layer, index_BT)
             view.receive(layer, attention.score_keys(q_BTHD, k_BKSD, plan, view.counted_BT))
         if progress is not None:

@@ -67,7 +67,8 @@ class DraftSpec:
         # Served requests are prefilled one by one: each is the first sequence of its batch.
         sequence = self.sampling.sequence if isinstance(self.sampling, Sampling) else 0
         spec = CacheSpec(self.cache, slots, self.state.max_len, is_longer, sequence)
-        rows, device = len(self.state.tokens_BS), self.state.tokens_BS.device
+        rows = len(self.state.tokens_BS)
+        device = self.state.tokens_BS.device
         policy: type[DraftCache] = POLICIES[self.cache.policy].work
         return policy.build(spec, model.config, rows, model.dtype, device, target_cache)
 
@@ -165,7 +166,8 @@ class ModelDraft(Draft):
         """Use the size of the target's vocabulary: models with one tokenizer may pad theirs to
         different sizes.
         """
-        self.model, self.vocab_size = model, spec.target.config.vocab_size
+        self.model = model
+        self.vocab_size = spec.target.config.vocab_size
         self.cache, self.caches = cache, (cache,)
         self.gamma, self.phases = spec.gamma, cache.phases
         self.sampling = spec.sampling

@@ -88,7 +88,8 @@ class InnerDraft(IndependentDraft):
         """Feed what the cache lacks, then propose. A shorter sequence lacks less, and repeats its
         last token instead, whose copies are dropped.
         """
-        index_BT, last_B1 = self.cache.positions_BT(self.lag), state.num_tokens_B[:, None] - 1
+        index_BT = self.cache.positions_BT(self.lag)
+        last_B1 = state.num_tokens_B[:, None] - 1
         hidden_BTE = self.feed(state.tokens_BS.gather(1, index_BT.minimum(last_B1)))
         # Of those fed; a slot without a request is empty.
         last_B1 = (last_B1 - index_BT[:, :1]).clamp(max=self.lag - 1)
@@ -166,7 +167,8 @@ class HierarchicalDraft(SelfDraft):
             count_B = written.extend(verdict.tokens_BT, verdict.num_accepted_B + 1)
             for cache in (self.cache, self.inner.cache):
                 cache.commit(self.inner_gamma + 1, count_B)
-        index_BG, last_B1 = state.next_positions_BT(gamma), written.num_tokens_B.long()[:, None] - 1
+        index_BG = state.next_positions_BT(gamma)
+        last_B1 = written.num_tokens_B.long()[:, None] - 1
         tokens_BG = state.tokens_BS.gather(1, index_BG.minimum(last_B1))
         if q_BGV is None:
             return Proposal(tokens_BG, None)
@@ -216,7 +218,8 @@ class HierarchicalDraft(SelfDraft):
         written = copy.copy(state)
         written.num_tokens_B = state.num_tokens_B.clone()
         written.limit_B = state.num_tokens_B + gamma
-        written.finished_B, written.eos = torch.zeros_like(state.finished_B), self.eos
+        written.finished_B = torch.zeros_like(state.finished_B)
+        written.eos = self.eos
         return written
 
     def _accept(self, guess: Proposal, logits_BTV: Tensor, written: State) -> Verdict:

@@ -48,7 +48,8 @@ class IndependentDraft(ModelDraft):
     def build(cls, spec: DraftSpec, lag: int = refed) -> Self:
         """Allocate a draft; `lag` as in __init__."""
         assert spec.model is not None
-        cache, chunk = spec.new_cache(spec.model, None), spec.prefill_chunk
+        cache = spec.new_cache(spec.model, None)
+        chunk = spec.prefill_chunk
         if cache.spec.in_cache_positions:
             chunk = min(chunk, spec.model.config.max_position_embeddings - cache.spec.cache.budget)
         return cls(spec.model, cache, chunk, spec, lag)
@@ -60,7 +61,8 @@ class IndependentDraft(ModelDraft):
         """
         cache = self._empty_cache()
         # The first round feeds the last prompt tokens and the first new one.
-        tokens_BS, longest = self._known(state.tokens_BS), state.max_prompt_len + 1 - self.lag
+        tokens_BS = self._known(state.tokens_BS)
+        longest = state.max_prompt_len + 1 - self.lag
         if longest > 0:
             prefill(
                 self.model, cache, tokens_BS, self._lengths_B(state), longest, self.chunk, progress
@@ -70,7 +72,8 @@ class IndependentDraft(ModelDraft):
     @override
     def simulate_prefill(self, state: State) -> None:
         """Select from noise as `prefill` does from the prompts' entries."""
-        cache, lengths_B = self._empty_cache(), self._lengths_B(state)
+        cache = self._empty_cache()
+        lengths_B = self._lengths_B(state)
         simulate(self.model, cache, lengths_B)
         cache.set_length(lengths_B)
         self._adopt(cache, state)

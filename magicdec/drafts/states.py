@@ -47,12 +47,14 @@ class StatesDraft(ModelDraft):
     def __init__(self, model: StatesModel, entries: KVCache, spec: DraftSpec):
         """Take modules that have all their weights, and room for the entries of every token."""
         super().__init__(model, spec.new_cache(model, entries), spec)
-        self.entries, self.taps = entries, Taps(model.config.taps_of(spec.target.config))
+        self.entries = entries
+        self.taps = Taps(model.config.taps_of(spec.target.config))
         # A round has no use for more modules than it proposes tokens.
         self.refed = self.num_modules = min(model.num_modules, spec.gamma)
         # The hidden states of the latest tokens of the prompts, whose last one comes last, and what
         # is not kept.
-        rows, E = len(spec.state.tokens_BS), model.config.hidden_size
+        rows = len(spec.state.tokens_BS)
+        E = model.config.hidden_size
         kept = self.cache.observes + self.num_modules
         self.heard_BWE = entries.k_LBKSD.new_zeros(rows, kept + 1, E)
         # The hidden states before the last K committed tokens.
@@ -62,7 +64,8 @@ class StatesDraft(ModelDraft):
     @override
     def build(cls, spec: DraftSpec) -> Self:
         assert isinstance(spec.model, StatesModel)
-        rows, device = len(spec.state.tokens_BS), spec.state.tokens_BS.device
+        rows = len(spec.state.tokens_BS)
+        device = spec.state.tokens_BS.device
         capacity = spec.state.max_len + spec.gamma + 1
         entries = KVCache(spec.model.config, rows, capacity, spec.model.dtype, device)
         return cls(spec.model.on(spec.target), entries, spec)
@@ -72,7 +75,8 @@ class StatesDraft(ModelDraft):
         """Store the entries that follow from a chunk of the prompts, and its last hidden states."""
         with Stopwatch(state.tokens_BS.device) as watch:
             hidden_BTE = self.model.fused(self.taps.hidden_BTN)
-            num_new, kept = hidden_BTE.shape[1], self.heard_BWE.shape[1] - 1
+            num_new = hidden_BTE.shape[1]
+            kept = self.heard_BWE.shape[1] - 1
             if start == 0:
                 self.heard_BWE.zero_()  # prompts may be shorter than what is kept
             self.entries.rollback(torch.full_like(state.prompt_len_B, start))
@@ -88,7 +92,8 @@ class StatesDraft(ModelDraft):
         """Write the entries of all modules for T hidden states. Module k takes the tokens from k
         on. All but the last one attend: their outputs are the next one's hidden states.
         """
-        num_new, last = hidden_BTE.shape[1], self.num_modules - 1
+        num_new = hidden_BTE.shape[1]
+        last = self.num_modules - 1
         for module in range(last):
             tokens = tokens_BT[:, module : module + num_new]
             hidden_BTE = self.model(tokens, self.entries, hidden_BTE, module)

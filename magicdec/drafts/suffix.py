@@ -62,7 +62,8 @@ def look_up(text_S: Tokens, length: int, suffix: Tokens, gamma: int) -> tuple[To
             _, kind, count = np.unique(following, return_inverse=True, return_counts=True)
             votes = np.where(following == NONE, 0, count[kind])
             best = len(ends) - 1 - int(np.argmax(votes[::-1]))  # of equal ones the latest
-            ends, following = ends[following == following[best]], following[best:]
+            ends = ends[following == following[best]]
+            following = following[best:]
         if following[0] == NONE:
             return text_S[length : length + step].copy(), matched
         # A match that reaches the end of the text goes on into what has been proposed.
@@ -129,7 +130,8 @@ class SuffixDraft(Draft):
 
     def _guess(self, row: int, gamma: int) -> Tokens:
         """Return the proposals (G,) for a row."""
-        text, length = self._texts_BS[row], self._lengths[row]
+        text = self._texts_BS[row]
+        length = self._lengths[row]
         stop = self.max_suffix + length
         suffix = text[stop - min(length, self.max_suffix) : stop].copy()
         guess, matched = look_up(text, stop, suffix, gamma)

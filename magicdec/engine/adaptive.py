@@ -49,7 +49,8 @@ class YieldEstimate:
         self._accepted, self.judged = PRIOR_ALPHA * PRIOR_JUDGED, PRIOR_JUDGED
         self._decay = decay
         # Rows, by i.
-        self._tried, self._held = defaultdict[int, float](float), defaultdict[int, float](float)
+        self._tried = defaultdict[int, float](float)
+        self._held = defaultdict[int, float](float)
 
     @property
     def alpha(self) -> float:
@@ -165,10 +166,12 @@ class AdaptiveCycle(Cycle):
 
     def _post(self) -> None:
         """Request the counters of the round just queued."""
-        accepted_B, event = self._state.accepted_RB[len(self.gammas) - 1], None
+        accepted_B = self._state.accepted_RB[len(self.gammas) - 1]
+        event = None
         if accepted_B.is_cuda:
             copy_B = torch.empty(accepted_B.shape, dtype=accepted_B.dtype, pin_memory=True)
-            accepted_B, event = copy_B.copy_(accepted_B, non_blocking=True), torch.cuda.Event()
+            accepted_B = copy_B.copy_(accepted_B, non_blocking=True)
+            event = torch.cuda.Event()
             event.record()
         self._pending.append((self._gamma, accepted_B, event))
 

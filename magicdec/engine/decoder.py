@@ -232,7 +232,8 @@ class Decoder:
         with Stopwatch(self.device) as watch:
             self.restart(draft)
         setup_seconds = draft.heard_seconds + watch.seconds + cycle.timing_seconds if draft else 0.0
-        clock, stop = Clock(self.device), _StopFlag(self.state.finished_B)
+        clock = Clock(self.device)
+        stop = _StopFlag(self.state.finished_B)
         clock.mark()
         while not stop.raised():
             cycle()
@@ -298,7 +299,8 @@ class Decoder:
         """Read the counters back, once."""
         state, rounds = self.state, len(round_seconds)
         tokens = state.tokens_BS.tolist()
-        starts, ends = state.prompt_len_B.tolist(), state.num_tokens_B.tolist()
+        starts = state.prompt_len_B.tolist()
+        ends = state.num_tokens_B.tolist()
         return Generation(
             tokens=[row[start:end] for row, start, end in zip(tokens, starts, ends, strict=True)],
             # The next pass counts into the same buffers.

@@ -32,7 +32,8 @@ class Captures:
     """
 
     def __init__(self, device: torch.device):
-        self.device, self.pool = device, torch.cuda.graph_pool_handle()
+        self.device = device
+        self.pool = torch.cuda.graph_pool_handle()
         self.stream = _stream(device)
 
     def capture(

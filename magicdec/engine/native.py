@@ -101,7 +101,8 @@ class NativeEngine:
         self, state: State, sampling: Sampling | RowSampling, cache: KVCache | None = None
     ) -> Batch:
         """Allocate caches for the rows of a state; the target's only if there is none."""
-        rows, device = len(state.tokens_BS), state.tokens_BS.device
+        rows = len(state.tokens_BS)
+        device = state.tokens_BS.device
         if cache is None:
             cache = KVCache(
                 self.target.config, rows, state.max_len + self.slack, self.target.dtype, device

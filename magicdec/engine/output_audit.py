@@ -196,8 +196,10 @@ def audit(
     `accepted` tells which speculative tokens are accepted proposals, for the power of the sampled
     test.
     """
-    is_exact, prompts = decoder.target.dtype == torch.float32, check_prompts(decoder)
-    control, forced = teacher_force(decoder, autoregressive), teacher_force(decoder, speculative)
+    is_exact = decoder.target.dtype == torch.float32
+    prompts = check_prompts(decoder)
+    control = teacher_force(decoder, autoregressive)
+    forced = teacher_force(decoder, speculative)
     if not decoder.sampling.greedy:
         scores = _sampled_score(forced, accepted), _sampled_score(control)
         return Audit(False, 0, 0, *scores, prompts=prompts, is_exact=is_exact)
@@ -239,7 +241,8 @@ def teacher_force(decoder: Decoder, outputs: list[list[int]], tie: float | None 
     every token, on the host; those behind a row's last token are 0. `tie` is by default that of the
     target's type.
     """
-    rows, longest = len(outputs), max(len(row) for row in outputs)
+    rows = len(outputs)
+    longest = max(len(row) for row in outputs)
     tokens_BN = torch.zeros(rows, longest, dtype=torch.int64)
     for index, row in enumerate(outputs):
         tokens_BN[index, : len(row)] = torch.tensor(row)
@@ -282,7 +285,8 @@ def score_tokens(decoder: Decoder, tokens_BN: Tensor, tie: float | None = None) 
 
     parts = [scores(decoder.last_BE[:, None], tokens_BN[:, :1])]
     decoder.cache.rollback(decoder.state.prompt_len_B)
-    fed_BN, written_BN = tokens_BN[:, :-1], tokens_BN[:, 1:]
+    fed_BN = tokens_BN[:, :-1]
+    written_BN = tokens_BN[:, 1:]
     for fed_BT, written_BT in zip(
         fed_BN.split(chunk, dim=1), written_BN.split(chunk, dim=1), strict=True
     ):
@@ -303,7 +307,8 @@ def greedy_scores(logits_BTV: Tensor, written_BT1: Tensor, tie: float) -> Tensor
     `tie` of that (1.0), how far, and how many such shares that is.
     """
     best_BT = logits_BTV.amax(-1)
-    gap_BT, tie_BT = best_BT - logits_BTV.gather(-1, written_BT1)[..., 0], tie * best_BT.abs()
+    gap_BT = best_BT - logits_BTV.gather(-1, written_BT1)[..., 0]
+    tie_BT = tie * best_BT.abs()
     return torch.stack(
         (
             (gap_BT > tie_BT).float(),

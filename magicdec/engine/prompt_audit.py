@@ -91,7 +91,8 @@ def errors(decoder: Decoder, seed: int) -> tuple[Tensor, Tensor]:
     """Return the largest error (B, S) of each token, 0 of those that were not compared, and which
     were compared in all layers.
     """
-    model, tokens_BS = decoder.target.plain(), decoder.state.tokens_BS
+    model = decoder.target.plain()
+    tokens_BS = decoder.state.tokens_BS
     last_B1 = decoder.state.prompt_len_B.long()[:, None] - 1
     error_BS = torch.zeros_like(tokens_BS, dtype=torch.float32)
     checked_BS = torch.zeros_like(tokens_BS, dtype=torch.bool)
@@ -134,7 +135,8 @@ def rehearse(decoder: Decoder, longest: int) -> None:
     if decoder.cache.states is not None:
         rehearse_row(decoder)
         return
-    model, last_B1 = decoder.target.plain(), decoder.state.prompt_len_B.long()[:, None]
+    model = decoder.target.plain()
+    last_B1 = decoder.state.prompt_len_B.long()[:, None]
     sizes = (
         (first_error_of, FIRST_AT_ONCE, FIRST_AT_ONCE),
         (error_of, _at_once(longest), OF_A_ROW),
@@ -153,7 +155,8 @@ def _every(last_B1: Tensor, longest: int) -> Iterator[PassPart]:
 
 def _sampled(last_B1: Tensor, longest: int, seed: int) -> Iterator[PassPart]:
     """Yield passes over one token of every stride, and over the last ones."""
-    num_rows, total = len(last_B1), len(last_B1) * longest
+    num_rows = len(last_B1)
+    total = len(last_B1) * longest
     stride = -(-total // max(FEWEST, total // SHARE))
     start_I = torch.arange(0, longest, stride)
     offset_I = torch.randint(stride, start_I.shape, generator=torch.Generator().manual_seed(seed))
@@ -231,7 +234,8 @@ class Recomputed(KVCache):
     @override
     def attend(self, layer: int, q_BTHD: Tensor, attention: Attention, plan: Any) -> Tensor:
         self.compare(layer)
-        k_BKSD, v_BKSD = self._k_LBKSD[layer], self._v_LBKSD[layer]
+        k_BKSD = self._k_LBKSD[layer]
+        v_BKSD = self._v_LBKSD[layer]
         if attention.weighting.is_plain:
             return attend_by_turns(q_BTHD, k_BKSD, v_BKSD, plan)
         mask_B11TS = plan[:, :, None]

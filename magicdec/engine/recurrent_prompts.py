@@ -25,7 +25,8 @@ def errors_of_rows(decoder: Decoder, seed: int) -> tuple[Tensor, Tensor]:
     """Return the largest error (B, S) of each token, 0 of those that were not compared, and which
     were compared. The seed chooses the rows. The error of a row's states is that of its last token.
     """
-    model, tokens_BS = decoder.target.plain(), decoder.state.tokens_BS
+    model = decoder.target.plain()
+    tokens_BS = decoder.state.tokens_BS
     error_BS = torch.zeros_like(tokens_BS, dtype=torch.float32)
     checked_BS = torch.zeros_like(tokens_BS, dtype=torch.bool)
     rows = len(tokens_BS)
@@ -40,7 +41,8 @@ def errors_of_rows(decoder: Decoder, seed: int) -> tuple[Tensor, Tensor]:
 
 def _errors_of_row(decoder: Decoder, model: Transformer, row: int, length: int) -> Tensor:
     """Return the largest error of each token of a row (S,)."""
-    cache, tokens_1S = decoder.cache, decoder.state.tokens_BS[row : row + 1, :length]
+    cache = decoder.cache
+    tokens_1S = decoder.state.tokens_BS[row : row + 1, :length]
     again = KVCache(model.config, 1, length, cache.k_LBKSD.dtype, decoder.device)
     for tokens_1T in tokens_1S.split(AT_ONCE, dim=1):
         hidden_1TE = model(tokens_1T, again)
@@ -66,6 +68,7 @@ def _errors_of_row(decoder: Decoder, model: Transformer, row: int, length: int) 
 
 def rehearse_row(decoder: Decoder) -> None:
     """Run a pass over a row's first tokens, to estimate the memory that it takes."""
-    model, tokens_1S = decoder.target.plain(), decoder.state.tokens_BS[:1]
+    model = decoder.target.plain()
+    tokens_1S = decoder.state.tokens_BS[:1]
     again = KVCache(model.config, 1, tokens_1S.shape[1], model.dtype, decoder.device)
     model(tokens_1S[:, :AT_ONCE], again)

@@ -62,7 +62,8 @@ def create_app(engine: AsyncEngine, tokenizer: Any, model: str, max_waiting: int
         async with engine:
             yield
 
-    meters, admission = Meters(engine), Admission(engine, max_waiting)
+    meters = Meters(engine)
+    admission = Admission(engine, max_waiting)
     numbers = count()
     app = FastAPI(title="magicdec", lifespan=lifespan, redirect_slashes=False)
     _handle_errors(app)
@@ -135,7 +136,8 @@ async def _body(request: Request, max_len: int) -> bytes:
     kind = request.headers.get("content-type", "none").partition(";")[0].strip()
     if kind.lower() != "application/json":
         raise HTTPException(415, f"content-type={kind[:40]}: must be application/json")
-    body, most = bytearray(), BODY_BYTES + BYTES_PER_TOKEN * max_len
+    body = bytearray()
+    most = BODY_BYTES + BYTES_PER_TOKEN * max_len
     try:
         async with asyncio.timeout(BODY_S):
             async for part in request.stream():

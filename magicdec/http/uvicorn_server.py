@@ -124,7 +124,8 @@ class Server(uvicorn.Server):
         for listener in self.servers[0].sockets:
             with socket.socket(fileno=os.dup(listener.fileno())) as same:
                 same.listen(QUEUE)
-        host, port = self.config.host, self.servers[0].sockets[0].getsockname()[1]
+        host = self.config.host
+        port = self.servers[0].sockets[0].getsockname()[1]
         for line in self._greeting(f"http://{f'[{host}]' if ':' in host else host}:{port}"):
             to_stderr(line)
 

@@ -240,7 +240,8 @@ def bad_value(error: ErrorDetails, parent: str = "", where: str = "") -> BadValu
         )
     if error["type"] == "json_invalid":
         return BadValue(f"{begin}{error['msg']}", key, error["type"])
-    context, value = error.get("ctx", {}), error["input"]
+    context = error.get("ctx", {})
+    value = error["input"]
     if error["type"] in ("literal_error", "enum"):
         options = [
             option.strip("' ") for option in context["expected"].replace(" or ", ", ").split(", ")

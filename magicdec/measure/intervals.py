@@ -44,7 +44,8 @@ class Estimate(NamedTuple):
     @property
     def parts(self) -> list[Part]:
         """Return the sources of the error."""
-        rows, repeats = len(self.rows_N), len(self.repeats_K)
+        rows = len(self.rows_N)
+        repeats = len(self.repeats_K)
         of_rows = [Part((rows - 1) * float(np.var(self.rows_N)), rows - 1)] if rows else []
         return of_rows + (
             [Part(float(np.var(self.repeats_K)) / (repeats - 1), repeats - 1)] if repeats else []
@@ -111,7 +112,8 @@ def share(accepted_N: ArrayLike, possible_N: ArrayLike) -> Estimate | None:
     """
     accepted = np.asarray(accepted_N, dtype=np.float64)
     possible = np.asarray(possible_N, dtype=np.float64)
-    accepted, possible = accepted[possible > 0], possible[possible > 0]
+    accepted = accepted[possible > 0]
+    possible = possible[possible > 0]
     total = possible.sum()
     if len(possible) < MIN_ROWS or not 0 < accepted.sum() < total:
         return None
@@ -177,7 +179,8 @@ def log_ratio(above_N: ArrayLike, below_N: ArrayLike) -> Estimate | None:
     """
     above = np.asarray(above_N, dtype=np.float64)
     below = np.asarray(below_N, dtype=np.float64)
-    above, below = above[below > 0], below[below > 0]
+    above = above[below > 0]
+    below = below[below > 0]
     if len(below) < MIN_ROWS:
         return None
     value = log(above.sum() / below.sum())

@@ -83,8 +83,10 @@ def acceptance(rounds: Rounds) -> Metrics:
     acceptance_rate/position_<i> is unconditional: how often proposal i was accepted, whether or not
     those before were.
     """
-    num_rounds, by_gamma = rounds.total(), Counter[int]()
-    proposed_at, accepted_at = Counter[int](), Counter[int]()  # by position
+    num_rounds = rounds.total()
+    by_gamma = Counter[int]()
+    proposed_at = Counter[int]()  # by position, as are those accepted
+    accepted_at = Counter[int]()
     for (proposed, accepted), number in rounds.items():
         by_gamma[proposed] += number
         proposed_at.update(dict.fromkeys(range(proposed), number))
@@ -233,7 +235,8 @@ def agreement(
         seconds = [_seconds_of_all_rows(generation, gamma) for generation in generations]
         means = [fmean(of_pass) for of_pass in seconds if of_pass]
         if means:
-            time, least = 1e3 * median(means), measured[f"time/{name}_ms"]
+            time = 1e3 * median(means)
+            least = measured[f"time/{name}_ms"]
             factors[f"agreement/{name}"] = time / min(max(time, least), least * growth)
     return factors
 

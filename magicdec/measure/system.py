@@ -77,8 +77,10 @@ class Interference:
 
     def description(self) -> str | None:
         """Return what has disturbed the work so far, in words; None if nothing is known."""
-        now, ours = _processor_times(), _own_ticks() - self._own
-        total, idle = now[0] - self._before[0], now[1] - self._before[1]
+        now = _processor_times()
+        ours = _own_ticks() - self._own
+        total = now[0] - self._before[0]
+        idle = now[1] - self._before[1]
         others = (total - idle - ours) / total if total >= FEWEST_TICKS else 0.0
         if others > DISTURBED:
             return f"other programs took {others:.0%} of the processors"
@@ -101,7 +103,8 @@ def _processors() -> Callable[[], Row]:
     def busy() -> Row:
         nonlocal before
         now = _processor_times()
-        total, idle = now[0] - before[0], now[1] - before[1]
+        total = now[0] - before[0]
+        idle = now[1] - before[1]
         before = now
         return {"system/cpu": 1 - idle / total} if total else {}
 
@@ -122,7 +125,8 @@ def _processor_times() -> tuple[int, int]:
 
 def _memory() -> Row:
     """Return `system/memory_gib`: the memory of all processes, without what can be reclaimed."""
-    total, available = proc_bytes("meminfo", "MemTotal"), proc_bytes("meminfo", "MemAvailable")
+    total = proc_bytes("meminfo", "MemTotal")
+    available = proc_bytes("meminfo", "MemAvailable")
     return {"system/memory_gib": (total - available) / GIB} if total else {}
 
 
@@ -165,7 +169,8 @@ class Watch:
         self._before: dict[str, float] = {}
         self._shared = 0
         if self._nvml is not None:
-            self._before, self._shared = self._slowed_s(), self._others()
+            self._before = self._slowed_s()
+            self._shared = self._others()
 
     def metrics(self) -> Row:
         """Return `gpu/throttled/thermal` and `/power`, shares of the time, and `gpu/shared`, other
@@ -173,7 +178,8 @@ class Watch:
         """
         if self._nvml is None:
             return {}
-        elapsed, after = time.perf_counter() - self._start, self._slowed_s()
+        elapsed = time.perf_counter() - self._start
+        after = self._slowed_s()
         shares: Row = {
             f"gpu/throttled/{why}": (after[why] - self._before[why]) / elapsed
             for why in self._before

@@ -85,7 +85,8 @@ def is_impossible(result: Mapping[str, Any]) -> bool:
     """Return whether the parts of a round were measured to take longer than the round that they
     make up.
     """
-    overhead, whole = result.get("time/overhead_ms"), result.get("time/round_ms")
+    overhead = result.get("time/overhead_ms")
+    whole = result.get("time/round_ms")
     return (
         isinstance(overhead, int | float)
         and isinstance(whole, int | float)

@@ -93,7 +93,9 @@ class BlockHead(StatesModel):
         """Append T tokens, which all see each other in a block; otherwise each sees those before
         it, as when a context is scored. Return the output (B, T, E).
         """
-        num_new, num_kv_heads, ops = tokens_BT.shape[1], self.config.num_kv_heads, self.operators
+        num_new = tokens_BT.shape[1]
+        num_kv_heads = self.config.num_kv_heads
+        ops = self.operators
         (cos, sin), slots_BT = self._angles(cache, num_new)
         # Before the block counts as valid, which would move the places.
         places = [cache.place(number, slots_BT) for number in range(len(self.layers))]

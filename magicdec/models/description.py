@@ -87,9 +87,11 @@ def _read_head(folder: Path, plain: OBJECT) -> ModelConfig:
     path = folder / CONFIG
     config: ModelConfig
     if plain.get("speculators_model_type") == "mtp":
-        config, unread = mtp_from(plain, str(path)), unread_keys_of_mtp(plain)
+        config = mtp_from(plain, str(path))
+        unread = unread_keys_of_mtp(plain)
     elif KEY in plain:
-        config, unread = block_from(plain, str(path)), unread_keys_of_block(plain)
+        config = block_from(plain, str(path))
+        unread = unread_keys_of_block(plain)
     else:
         config = head_from(plain, _files_of_head(folder), str(path))
         unread = unread_keys_of_head(plain)

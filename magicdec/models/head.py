@@ -64,7 +64,8 @@ class Head(StatesModel):
     def __init__(self, config: HeadConfig, attention: Attention, share: Share = ALONE):
         """Allocate weights. `config` has the sizes of this rank's share."""
         super().__init__(config, attention, share)
-        E, joined = config.hidden_size, config.num_taps * config.target_hidden_size
+        E = config.hidden_size
+        joined = config.num_taps * config.target_hidden_size
         self.fc = nn.Linear(joined, E, bias=False)
         sizes = {
             "none": [],
@@ -97,7 +98,8 @@ class Head(StatesModel):
     def forward(  # type: ignore[override]
         self, tokens_BT: Tensor, cache: KVCache, hidden_BTE: Tensor, module: int = 0
     ) -> Tensor:
-        num_new, layer = tokens_BT.shape[1], self.layer_of(module)
+        num_new = tokens_BT.shape[1]
+        layer = self.layer_of(module)
         plan = cache.plan(self.attention, num_new, self.dtype)[module]
         x_BTE, q_BTHD = self.enter(tokens_BT, cache, hidden_BTE, module)
         out_BTHD = cache.attend(module, q_BTHD, self.attention, plan)
@@ -115,7 +117,8 @@ class Head(StatesModel):
         angles = self.angles(
             *frequencies_on(self.config, tokens_BT.device), cache.positions_BT(num_new)
         )
-        cos, sin = angles[0][:, :, None], angles[1][:, :, None]
+        cos = angles[0][:, :, None]
+        sin = angles[1][:, :, None]
         embedded_BTE = self.share.embed(tokens_BT, self.embed.weight).to(self.dtype)
         place = cache.place(module, cache.slots_BT(num_new))
         return self.layer_of(module).before_attention(

@@ -103,7 +103,8 @@ class KVCache:
             self.k_LBKSD.device,
             self.states,
         )
-        part.k_LBKSD, part.v_LBKSD = self.k_LBKSD[start:end], self.v_LBKSD[start:end]
+        part.k_LBKSD = self.k_LBKSD[start:end]
+        part.v_LBKSD = self.v_LBKSD[start:end]
         part.seqlens_B, part.resting_B = self.seqlens_B, self.resting_B
         return part
 

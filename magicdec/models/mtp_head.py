@@ -30,7 +30,8 @@ class MtpLayer(Layer):
     def __init__(self, config: MtpConfig, share: Share):
         super().__init__(config, share)
         E, epsilon = config.hidden_size, config.rms_norm_eps
-        self.embedding_norm, self.state_norm = nn.RMSNorm(E, epsilon), nn.RMSNorm(E, epsilon)
+        self.embedding_norm = nn.RMSNorm(E, epsilon)
+        self.state_norm = nn.RMSNorm(E, epsilon)
         self.joined = nn.Linear(2 * E, E, bias=False)
         self.output_norm = nn.RMSNorm(E, epsilon)
 

@@ -124,7 +124,8 @@ class CppOperators(Operators):
     @override
     def add_norm(self, norm: nn.RMSNorm, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         x, y = x.contiguous(), y.contiguous()
-        total, normed = torch.empty_like(x), torch.empty_like(x)
+        total = torch.empty_like(x)
+        normed = torch.empty_like(x)
         size = x.shape[-1]
         call = self._add_norm[x.dtype]
         sizes = (x.numel() // size, size, epsilon(norm, x), torch.get_num_threads())

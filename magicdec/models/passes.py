@@ -79,7 +79,8 @@ _kernels: WeakKeyDictionary[nn.Module, Kernel] = WeakKeyDictionary()
 
 def _kernel_for(layers: nn.ModuleList, dtype: torch.dtype) -> Kernel:
     """Return the kernel of a model, which is chosen once: again only if a weight was replaced."""
-    kernel, addresses = _kernels.get(layers), _addresses(layers)
+    kernel = _kernels.get(layers)
+    addresses = _addresses(layers)
     if kernel is None or kernel.addresses != addresses or kernel.dtype != dtype:
         _kernels[layers] = kernel = Kernel(layers, addresses, dtype)
     return kernel
@@ -115,8 +116,10 @@ def run(
         return None
     rows = active_rows(cache.resting_B)  # only these are computed; M of them instead of B
     # By names, because the kernel has their addresses only.
-    x_MTE, slots_MT = _of(rows, x_BTE), _of(rows, cache.slots_BT(T))
-    cos, sin = _of(rows, angles[0]), _of(rows, angles[1])
+    x_MTE = _of(rows, x_BTE)
+    slots_MT = _of(rows, cache.slots_BT(T))
+    cos = _of(rows, angles[0])
+    sin = _of(rows, angles[1])
     rotation = _rotation(cache, cos, sin, slots_MT, epsilon(norm, x_BTE))
     out_MTE = torch.empty_like(x_MTE)
     tapped = [layer for layer in taps.layers if layer < len(layers)] if taps else []
@@ -186,10 +189,12 @@ def _entries(cache: KVCache, plans: list[Any], q_LBTHD: Tensor | None) -> Any:
     None where attention depends on queries, or reads codes that the kernel does not.
     """
     entries = (Entries * len(plans))()
-    k_at, v_at = _layers_at(cache.k_LBKSD), _layers_at(cache.v_LBKSD)
+    k_at = _layers_at(cache.k_LBKSD)
+    v_at = _layers_at(cache.v_LBKSD)
     q_at = None if q_LBTHD is None else _layers_at(q_LBTHD)
     for layer, plan in enumerate(plans):
-        reading, coded = cache.reads(layer), cache.coded(layer)
+        reading = cache.reads(layer)
+        coded = cache.coded(layer)
         if reading is None or (coded is not None and not reads(coded)):
             return None
         entries[layer] = Entries(
@@ -209,7 +214,8 @@ def _entries(cache: KVCache, plans: list[Any], q_LBTHD: Tensor | None) -> Any:
 
 def _layers_at(x_LBKSD: Tensor) -> range:
     """Return the address of every layer."""
-    first, step = x_LBKSD.data_ptr(), x_LBKSD.stride(0) * x_LBKSD.itemsize
+    first = x_LBKSD.data_ptr()
+    step = x_LBKSD.stride(0) * x_LBKSD.itemsize
     return range(first, first + len(x_LBKSD) * step, step)
 
 

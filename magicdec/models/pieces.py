@@ -50,10 +50,12 @@ def pieces(config: ModelConfig, share: Share = ALONE) -> Iterator[TensorPiece]:
     if config.is_head:
         yield from _PIECES_OF_HEADS[type(config)](config, share)
         return
-    E, vocabulary = config.hidden_size, share.vocabulary(config.vocab_size)
+    E = config.hidden_size
+    vocabulary = share.vocabulary(config.vocab_size)
     yield TensorPiece(EMBEDDING, "embed.weight", 0, (config.vocab_size, E), vocabulary)
     for layer in range(config.num_layers):
-        theirs, ours = f"model.layers.{layer}.", f"layers.{layer}."
+        theirs = f"model.layers.{layer}."
+        ours = f"layers.{layer}."
         yield TensorPiece(
             f"{theirs}input_layernorm.weight", f"{ours}attention_norm.weight", 0, (E,)
         )
@@ -67,12 +69,17 @@ def _layer_pieces(
     config: ModelConfig, share: Share, theirs: str, ours: str
 ) -> Iterator[TensorPiece]:
     """Yield the tensors of one layer, but for the norm in front of attention."""
-    E, F, D = config.hidden_size, config.intermediate_size, config.head_dim
+    E = config.hidden_size
+    F = config.intermediate_size
+    D = config.head_dim
     q = _features(share.part(config.num_heads), D)
     kv = _features(share.kv_heads(config.num_kv_heads), D)
     mlp = share.part(F)
-    q_rows, kv_rows, mlp_rows = _size(q), _size(kv), _size(mlp)
-    whole_q, whole_kv = config.num_heads * D, config.num_kv_heads * D
+    q_rows = _size(q)
+    kv_rows = _size(kv)
+    mlp_rows = _size(mlp)
+    whole_q = config.num_heads * D
+    whole_kv = config.num_kv_heads * D
     inputs = config.qkv_inputs
     qkv = (("q", 0, whole_q, q), ("k", q_rows, whole_kv, kv), ("v", q_rows + kv_rows, whole_kv, kv))
     for name, first_row, rows, part in qkv:
@@ -140,7 +147,8 @@ def _mtp_pieces(config: MtpConfig, share: Share) -> Iterator[TensorPiece]:
     """Yield the tensors of modules that predict further tokens, as DeepSeek and GLM name them."""
     E = config.hidden_size
     for module in range(config.num_layers):
-        theirs, ours = f"layers.{module}.", f"layers.{module}."
+        theirs = f"layers.{module}."
+        ours = f"layers.{module}."
         for name, parameter in (("enorm", "embedding_norm"), ("hnorm", "state_norm")):
             yield TensorPiece(f"{theirs}{name}.weight", f"{ours}{parameter}.weight", 0, (E,))
         yield TensorPiece(f"{theirs}eh_proj.weight", f"{ours}joined.weight", 0, (E, 2 * E))

@@ -167,7 +167,8 @@ class States(ABC):
         """Return the columns of new tokens behind those of earlier ones (R, F, C + T), which a
         layer's convolution reads.
         """
-        place, num_new = self.place_of[layer], new_RFT.shape[2]
+        place = self.place_of[layer]
+        num_new = new_RFT.shape[2]
         before_RFC = computed.of((self.source or self).columns_LBFC[place])
         columns_RFN = torch.cat((before_RFC, new_RFT), dim=2)
         if self._is_tentative:
@@ -223,7 +224,9 @@ class States(ABC):
         if self._num_noted != num_appended:
             return
         self._num_noted = 0
-        rows_R, before, self.source = active_rows(count_B == 0), self.source or self, None
+        rows_R = active_rows(count_B == 0)
+        before = self.source or self
+        self.source = None
         committing = Computed(rows_R, count_B if rows_R is None else count_B[rows_R])
         assert committing.count_R is not None
         if not len(committing.count_R):
@@ -232,7 +235,8 @@ class States(ABC):
             before_RHKV = committing.of(before.matrix_LBHKV[place])
             matrix_RHKV = self.committed(place, num_appended, before_RHKV, committing)
             committing.put(self.matrix_LBHKV[place], matrix_RHKV)
-            columns_RFN, columns_BFC = committing.of(columns_BFN), self.columns_LBFC[place]
+            columns_RFN = committing.of(columns_BFN)
+            columns_BFC = self.columns_LBFC[place]
             behind_RFC = _behind(columns_RFN, committing.count_R, columns_BFC.shape[2])
             committing.put(columns_BFC, behind_RFC)
 
@@ -288,7 +292,8 @@ class ReplayedStates(States):
     def note(
         self, place: int, rule: Rule, inputs: RuleInputs, before_RHKV: Tensor, computed: Computed
     ) -> Tensor:
-        self._rule, num_new = rule, inputs.k_RTGK.shape[1]
+        self._rule = rule
+        num_new = inputs.k_RTGK.shape[1]
         if num_new not in self._inputs_of:
             layers, rows = self.matrix_LBHKV.shape[:2]
             self._inputs_of[num_new] = [

@@ -105,10 +105,13 @@ def _yarn(periods_D2: Tensor, config: ModelConfig, scaling: RopeScaling) -> tupl
             dim * math.log(context / (rotations * 2 * math.pi)) / (2 * math.log(config.rope_theta))
         )
 
-    low, high = feature_that_turns(scaling.beta_fast), feature_that_turns(scaling.beta_slow)
+    low = feature_that_turns(scaling.beta_fast)
+    high = feature_that_turns(scaling.beta_slow)
     if scaling.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, dim - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, dim - 1)
     if low == high:
         high += 0.001  # a ramp of no width would divide by zero
     ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)

@@ -64,7 +64,8 @@ class SymmetricSums:
         one.
         """
         out = self._place((*x.shape[:-1], layer.weight.shape[0]), x.dtype)
-        rows, weight_t = x.flatten(0, -2), layer.weight.t()
+        rows = x.flatten(0, -2)
+        weight_t = layer.weight.t()
         if layer.bias is None:
             torch.mm(rows, weight_t, out=out.flatten(0, -2))
         else:
@@ -88,7 +89,8 @@ def sums(choice: str, ranks: dist.ProcessGroup, device: torch.device) -> Symmetr
     """
     if choice == "nccl" or (choice == "auto" and device.type != "cuda"):
         return None
-    problem, made = _obstacle(ranks, device), cast("Any", None)
+    problem = _obstacle(ranks, device)
+    made = cast("Any", None)
     for attempt in (lambda _: SymmetricSums(ranks, device), lambda new: new.checked(ranks.size())):
         if not _all_agree(problem is None, ranks, device):
             problem = problem or "does not work on another rank"

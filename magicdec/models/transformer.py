@@ -41,7 +41,8 @@ class Layer(nn.Module):
     def __init__(self, config: ModelConfig, share: Share):
         super().__init__()
         self.config, self.share = config, share
-        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        q_size = config.num_heads * config.head_dim
+        kv_size = config.num_kv_heads * config.head_dim
         self.attention_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.qkv = nn.Linear(config.hidden_size, q_size + 2 * kv_size, bias=config.qkv_bias)
         if config.qk_norm:
@@ -134,7 +135,8 @@ class Transformer(nn.Module):
     def first_entries(self, tokens_BT: Tensor, cache: KVCache) -> None:
         """Write the entries of the first layer alone, which depend on tokens and positions only."""
         x_BTE, angles = self._embedded(tokens_BT, cache)
-        cos, sin = angles[0][:, :, None], angles[1][:, :, None]
+        cos = angles[0][:, :, None]
+        sin = angles[1][:, :, None]
         place = cache.place(0, cache.slots_BT(tokens_BT.shape[1]))
         first = cast("Layer", self.layers[0])
         first.before_attention(self.operators, x_BTE, torch.zeros_like(x_BTE), cos, sin, place)
@@ -156,8 +158,10 @@ class Transformer(nn.Module):
         taps: Taps | None,
     ) -> Tensor:
         """Return the normalised output of all layers."""
-        ops, slots_BT = self.operators, cache.slots_BT(x_BTE.shape[1])
-        cos, sin = angles[0][:, :, None], angles[1][:, :, None]
+        ops = self.operators
+        slots_BT = cache.slots_BT(x_BTE.shape[1])
+        cos = angles[0][:, :, None]
+        sin = angles[1][:, :, None]
         mlp_BTE = torch.zeros_like(x_BTE)
         for i, layer in enumerate(cast("list[Layer]", self.layers)):
             x_BTE, q_BTHD = layer.before_attention(
@@ -221,7 +225,8 @@ class Transformer(nn.Module):
         """
         with torch.device("meta"):
             part = Transformer(self.config.layers(0, num_layers), self.attention, self.share)
-        part.embed, part.layers = self.embed, self.layers[:num_layers]
+        part.embed = self.embed
+        part.layers = self.layers[:num_layers]
         part.norm, part.head = self.norm, self.head
         part.is_compiled = self.is_compiled
         return part.eval()

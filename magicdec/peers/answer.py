@@ -154,7 +154,8 @@ class EndpointRequest(Request):
         """Add an event. It is a chunk if it has new tokens, or new text where the server does not
         tell tokens.
         """
-        before, self._usage = self.num_tokens, event.usage or self._usage
+        before = self.num_tokens
+        self._usage = event.usage or self._usage
         self._timings = event.timings or self._timings
         if event.metrics and event.metrics.speculative_decoding:
             self._speculation = event.metrics.speculative_decoding

@@ -52,7 +52,8 @@ class Counts:
     def __add__(self, other: "Counts") -> "Counts":
         pairs = zip_longest(self.accepted, other.accepted, fillvalue=0)
         accepted = tuple(a + b for a, b in pairs)
-        proposed, unplaced = self.proposed + other.proposed, self.unplaced + other.unplaced
+        proposed = self.proposed + other.proposed
+        unplaced = self.unplaced + other.unplaced
         return Counts(self.rounds + other.rounds, proposed, accepted, unplaced)
 
     @property

@@ -70,7 +70,8 @@ class LlamacppPeer(WorkerPeer, StartedServer):
         stops = {"stop": [f"[{token}]" for token in self.spec.eos_token_ids]}
         if sampling.greedy:
             return stops | {"samplers": ["top_k"], "top_k": 1}
-        top_k, top_p = sampling.top_k or 0, sampling.top_p or 1.0
+        top_k = sampling.top_k or 0
+        top_p = sampling.top_p or 1.0
         samplers = ["temperature", "top_k", "top_p"]
         return stops | {
             "samplers": samplers,

@@ -57,14 +57,18 @@ class LlamaCppWorker:
         params = xllamacpp.CommonParams()
         params.model.path = target
         params.n_parallel, params.n_ctx = rows, rows * max_len
-        params.kv_unified, params.fit_params, params.cache_ram_mib = False, False, 0
+        params.kv_unified = False
+        params.fit_params = False
+        params.cache_ram_mib = 0
         params.cache_type_k = params.cache_type_v = getattr(
             xllamacpp.ggml_type, f"GGML_TYPE_{TYPES[dtype]}"
         )
         if dtype == "float32":  # flash attention converts K and V to float16, in every pass
             params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
         params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
-        params.ui, params.n_threads_http, params.verbosity = False, 2, 1
+        params.ui = False
+        params.n_threads_http = 2
+        params.verbosity = 1
         params.port = port
         if speculation:
             self._speculate(params, **speculation)
@@ -86,7 +90,9 @@ class LlamaCppWorker:
         params.speculative.types = [kinds.COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE]
         drafts = params.speculative.draft
         drafts.mparams.path = draft
-        drafts.n_max, drafts.n_min, drafts.p_min = gamma, 0, 0.0
+        drafts.n_max = gamma
+        drafts.n_min = 0
+        drafts.p_min = 0.0
         drafts.cache_type_k = drafts.cache_type_v = params.cache_type_k
         drafts.cpuparams.n_threads = drafts.cpuparams_batch.n_threads = params.cpuparams.n_threads
 
@@ -101,7 +107,8 @@ class LlamaCppWorker:
         rows = (
             sorted(answer, key=lambda row: row["index"]) if isinstance(answer, list) else [answer]
         )
-        tokens, timings = [row["tokens"] for row in rows], [row["timings"] for row in rows]
+        tokens = [row["tokens"] for row in rows]
+        timings = [row["timings"] for row in rows]
         accepted = sum(row.get("draft_n_accepted", 0) for row in timings)
         proposed = sum(row.get("draft_n", 0) for row in timings)
         return {
@@ -117,7 +124,8 @@ class LlamaCppWorker:
 
     def _first(self, request: dict, num_rows: int) -> list:
         """Return the seconds to each row's first token."""
-        seconds, start = [0.0] * num_rows, time.perf_counter()
+        seconds = [0.0] * num_rows
+        start = time.perf_counter()
         with self._post(request | {"stream": True}) as lines:
             for line in lines:
                 if line.startswith(b"data: {"):

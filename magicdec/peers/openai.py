@@ -115,7 +115,8 @@ class OpenaiServer(Servable):
     @asynccontextmanager
     @override
     async def serving(self, way: str) -> AsyncIterator[Address]:
-        engine, key = self.spec.engine, "engine.free_url" if way == FREE else self._keys[way]
+        engine = self.spec.engine
+        key = "engine.free_url" if way == FREE else self._keys[way]
         assert isinstance(engine, OpenaiEngine)
         url = at_gamma(engine.urls[key], self.spec.gamma)
         yield Address(

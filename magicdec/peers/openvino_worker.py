@@ -18,7 +18,8 @@ class OpenvinoWorker:
         self, target: str, kv_type: str, rows: int, max_len: int, threads: int, **speculation
     ):
         scheduler = openvino_genai.SchedulerConfig()
-        scheduler.max_num_seqs, scheduler.num_kv_blocks = rows, rows * (-(-max_len // BLOCK) + 1)
+        scheduler.max_num_seqs = rows
+        scheduler.num_kv_blocks = rows * (-(-max_len // BLOCK) + 1)
         # All prompts are prefilled in one step: otherwise the first rows decode meanwhile, and
         # neither could be timed.
         scheduler.max_num_batched_tokens = rows * max_len

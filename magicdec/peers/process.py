@@ -162,7 +162,8 @@ class WorkerPeer(Peer):
 
     def __init__(self, spec: PeerSpec):
         assert isinstance(spec.engine, WorkerEngine)
-        self.spec, self._python = spec, self.python(spec.engine)
+        self.spec = spec
+        self._python = self.python(spec.engine)
         self._time_limit_s = spec.engine.time_limit_s
         self._worker: WorkerProcess | None = None
         self._speculative = False

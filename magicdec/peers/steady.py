@@ -69,7 +69,8 @@ async def steady(
         jobs = [
             RequestSpec(list(prompt), Params(max_tokens, params.sampling)) for prompt in prompts
         ]
-        level, before = Load("concurrency", len(jobs)), await endpoint.counters()
+        level = Load("concurrency", len(jobs))
+        before = await endpoint.counters()
         answers, _ = await under_load(endpoint, jobs, level, 0)
         requests = cast(list[EndpointRequest], answers)
         for request in requests:
@@ -105,8 +106,10 @@ def burst_of(requests: Sequence[EndpointRequest], counts: Counts = NONE) -> Burs
     after_first = sum(request.num_tokens - 1 for request in requests)
     waits = sum(len(request.chunk_times) - 1 for request in requests)
     num_rounds = max(1, after_first - counts.num_accepted)  # a round yields one token more
-    length, per_wait = max(1.0, after_first / num_rounds), num_rounds / max(1, waits)
-    rows, decoded = list[list[float]](), list[float]()
+    length = max(1.0, after_first / num_rounds)
+    per_wait = num_rounds / max(1, waits)
+    rows = list[list[float]]()
+    decoded = list[float]()
     for request in requests:
         ends = request.chunk_times
         if per_wait < ABOUT_ALL:

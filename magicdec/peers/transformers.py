@@ -220,7 +220,8 @@ def _times(bursts: TokenBursts, width: int, rows: list[list[int]]) -> list[RowTi
     """Time each row to the burst with its last token. The tokens of the first burst belong to the
     prefill.
     """
-    emitted, seconds = [length - width for length in bursts.lengths], bursts.seconds
+    emitted = [length - width for length in bursts.lengths]
+    seconds = bursts.seconds
     times = []
     for row in rows:
         last = next(i for i, count in enumerate(emitted) if count >= len(row))

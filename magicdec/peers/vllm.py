@@ -79,7 +79,11 @@ class VllmPeer(WorkerPeer, StartedServer):
     server.
     """
 
-    name, title, worker, modules, packages = "vllm", "vLLM", "vllm_worker.py", ("vllm",), "vllm"
+    name = "vllm"
+    title = "vLLM"
+    worker = "vllm_worker.py"
+    modules = ("vllm",)
+    packages = "vllm"
 
     @property
     @override

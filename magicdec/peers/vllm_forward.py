@@ -50,7 +50,8 @@ def read_forward(path: Path) -> list[ForwardTime]:
 
 
 def _forward_time(case: Mapping[str, Any]) -> ForwardTime | None:
-    requests, ms = case["requests"], case["median_us"] / 1e3
+    requests = case["requests"]
+    ms = case["median_us"] / 1e3
     query_lens = {request["query_len"] for request in requests}
     gammas = {request["num_draft_tokens"] for request in requests}
     contexts = [request["kv_len"] - request["query_len"] for request in requests]

@@ -21,7 +21,8 @@ def cache_named(config: Config, policy: str) -> CacheConfig:
     """Return the run's own cache if it has this policy, otherwise the one of conf/cache."""
     if config.cache.policy == policy:
         return config.cache
-    given, facts = values_of("cache", policy), POLICIES[policy].facts
+    given = values_of("cache", policy)
+    facts = POLICIES[policy].facts
     return facts(
         **{entry.name: given[entry.name] for entry in fields(facts) if entry.name in given}
     )

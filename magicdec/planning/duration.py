@@ -80,7 +80,8 @@ def predicted_seconds(plan: Plan) -> tuple[float, float]:
 
 def _prefill(setup: Setup, plan: Plan) -> float:
     """Predict the seconds of the passes of a prefill."""
-    length, chunk = plan.config.batch.context_len, int(plan.config.batch.prefill_chunk)
+    length = plan.config.batch.context_len
+    chunk = int(plan.config.batch.prefill_chunk)
     passes = (
         setup.target_pass._replace(
             query_tokens=min(chunk, length - start), cached_tokens=start, chooses=False

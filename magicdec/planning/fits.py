@@ -37,7 +37,8 @@ def estimate(plan: Plan, num_rows: int, context_len: int) -> Memory:
     batch = held(plan, num_rows, context_len)
     if plan.predicts:
         return batch
-    workspace, caches = memory_use.workspace_bytes(plan.device), batch.target_kv + batch.draft_kv
+    workspace = memory_use.workspace_bytes(plan.device)
+    caches = batch.target_kv + batch.draft_kv
     if not plan.config.scenario.serves:
         rehearsed = _footprint(plan, num_rows, context_len)
         captured = rehearsed.of_rounds if plan.config.hardware.captures else 0
@@ -122,7 +123,8 @@ def _in_long_passes(plan: Plan, asked: BatchConfig) -> Plan:
     batch = plan.config.batch
     if asked.prefill_chunk != "auto" or plan.device.type != "cuda" or plan.config.scenario.serves:
         return plan
-    rows, target = int(batch.size), plan.target.config
+    rows = int(batch.size)
+    target = plan.target.config
     features = 3 * target.intermediate_size // plan.num_ranks + 8 * target.hidden_size
     of_token = ACTIVATIONS * plan.dtype.itemsize * features
     left = _memory_bytes(plan) - held(plan, rows, batch.context_len).total
@@ -138,7 +140,8 @@ def _with_rows(plan: Plan, asked: BatchConfig) -> Plan:
         return plan
     config, context_len = plan.config, plan.config.batch.context_len
     # While others are decoded.
-    usual, prefilled = int(config.batch.size), int(config.scenario.serves)
+    usual = int(config.batch.size)
+    prefilled = int(config.scenario.serves)
 
     def total(rows: int) -> float:
         return held(plan, rows + prefilled, context_len).total

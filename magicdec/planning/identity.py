@@ -43,7 +43,8 @@ def identify(key: str, choice: ModelChoice, loads: bool) -> tuple[ModelChoice, P
     if choice.architecture is not None:
         written = from_values(origin["architecture"]) if origin.get("architecture") else None
         for name in ModelConfig.__dataclass_fields__:
-            given, read = getattr(choice.architecture, name), getattr(config, name)
+            given = getattr(choice.architecture, name)
+            read = getattr(config, name)
             if given != read and (written is None or given != getattr(written, name)):
                 ours, theirs = _shown(given), _shown(read)
                 raise UserError(

@@ -119,7 +119,8 @@ def check_vocabulary(
 
 def batch_on(config: Config, device: torch.device) -> BatchConfig:
     """Return the group `batch` without `auto`, except for what a prediction does not read."""
-    batch, on = config.batch, "cpu" if device.type == "cpu" else "cuda"
+    batch = config.batch
+    on = "cpu" if device.type == "cpu" else "cuda"
     if batch.size == "auto":
         batch = replace(batch, size=ROWS_ON[on])
     if batch.prefill_chunk == "auto" and device.type != "meta":
@@ -187,7 +188,8 @@ def _device(config: Config) -> tuple[torch.device, torch.dtype]:
     dtype = config.hardware.dtype
     if dtype == "auto":
         dtype = "float32" if name == "cpu" else "bfloat16"
-    ranks, devices = config.hardware.tensor_parallel, torch.cuda.device_count()
+    ranks = config.hardware.tensor_parallel
+    devices = torch.cuda.device_count()
     if name == "cuda" and ranks > devices:
         raise UserError(
             f"hardware.tensor_parallel={ranks}: there are {devices} GPUs here, and each rank"
@@ -259,7 +261,8 @@ def _check_recurrent(config: Config, model: PlannedModel) -> None:
 def _check_length(config: Config, target: PlannedModel, draft: PlannedModel | None) -> None:
     check_length(config, target.config.max_position_embeddings)
     context_len = config.scenario.longest(config.batch)
-    length, key = context_len + config.batch.generate_len, config.draft.own_cache_key
+    length = context_len + config.batch.generate_len
+    key = config.draft.own_cache_key
     trained = (
         length if draft is None or config.draft.listens else draft.config.max_position_embeddings
     )

@@ -37,7 +37,8 @@ def setup_of(plan: Plan, bandwidth_gbs: float | None = None, tflops: float | Non
         )
     match_share = None
     if isinstance(config.scenario, Assumed):
-        stack, match_share = config.scenario.stack or stack, config.scenario.match_share
+        stack = config.scenario.stack or stack
+        match_share = config.scenario.match_share
     hardware = configured(
         h.name, h.tensor_parallel, h.bandwidth_gbs, h.tflops, h.memory_gib, h.efficiency, stack
     )

@@ -41,7 +41,8 @@ class Shared:
     """
 
     def __init__(self) -> None:
-        self._level, self._kept = "none", dict[Hashable, Any]()
+        self._level = "none"
+        self._kept = dict[Hashable, Any]()
         self._facts = dict[Hashable, Any]()
         self._num_jobs = 0
 

@@ -104,7 +104,8 @@ def line(x: str = "number", series: str = "word") -> Chart:
         groupby=keys,
     )  # fmt: skip
     base, at = _across(rows, x)
-    colour, up = _colour_of_line(series), alt.Y("y:Q", title="$y", scale=alt.Scale(zero=False))
+    colour = _colour_of_line(series)
+    up = alt.Y("y:Q", title="$y", scale=alt.Scale(zero=False))
     # A legend of kinds only where there are several: the placeholder becomes an empty list.
     legend = alt.Legend(values=["$kinds"])
     shape = alt.Shape("kind:N", title=None, sort=None, scale=alt.Scale(range=SHAPES), legend=legend)
@@ -189,7 +190,8 @@ def agreement() -> Chart:
         .transform_calculate(series="datum.series + ': median error ' + format(datum.off, '.1%')")
     )
     intervals = named.transform_filter("datum.high > datum.low")
-    low, exact = alt.Y("low:Q", title="$y"), alt.Y("x:Q", title="$y", scale=scale)
+    low = alt.Y("low:Q", title="$y")
+    exact = alt.Y("x:Q", title="$y", scale=scale)
     tips = _tips("id:N", "x:Q", "y:Q")
     return alt.layer(
         band.mark_area(opacity=0.12, color=GREY).encode(x=x, y=low, y2="high:Q"),
@@ -207,7 +209,8 @@ def parts(unit: str) -> Chart:
     base = _points().transform_fold([*PARTS], as_=["series", "time"])
     base = base.transform_calculate(y=f"datum.time / {whole}", tokens=f"datum.tokens / {whole}")
     x = alt.X("x:O", title="$x", axis=alt.Axis(labelAngle=0, labelOverlap=True))
-    inner, up = alt.XOffset("kind:N"), alt.Y("y:Q", title=unit)
+    inner = alt.XOffset("kind:N")
+    up = alt.Y("y:Q", title=unit)
     bars = base.transform_aggregate(y="mean(y)", groupby=["x", "kind", "series"])
     faint = alt.Opacity(
         "kind:O", title=None, scale=alt.Scale(domain=["measured", "predicted"], range=[1, 0.5])

@@ -67,7 +67,8 @@ class RankedPlace:
         """
         if self.key == PREDICTED or interval(self.best, self.key) is None:
             return []
-        estimate, trust = _estimate(self.best), _trust(self.best)
+        estimate = _estimate(self.best)
+        trust = _trust(self.best)
         near = islice((row for row in self.others if _trust(row) == trust), MAX_RIVALS)
         return [row for row in near if not _is_slower(row, self.best, estimate)]
 
@@ -76,7 +77,8 @@ class RankedPlace:
         """Return the noisy runs whose speedup is greater than that of the best, which can be
         trusted more.
         """
-        drawn, least = is_synthetic(self.best), self.best[self.key]
+        drawn = is_synthetic(self.best)
+        least = self.best[self.key]
         return [row for row in self.others if row[self.key] > least and is_synthetic(row) == drawn]
 
     @property
@@ -128,7 +130,8 @@ class Answer:
         """Say which configuration is the fastest at a place, or from which others it cannot be
         distinguished.
         """
-        best, figure = self._name(place.best), place.figure()
+        best = self._name(place.best)
+        figure = place.figure()
         pays = {
             "speculative": "",
             "within noise": "; not faster than autoregressive decoding by more than noise",
@@ -234,7 +237,8 @@ def _is_slower(row: Row, best: Row, estimate: Estimate | None) -> bool:
             estimate, other, row.get("data/fingerprint") == best.get("data/fingerprint")
         )
         return abs(change.value) > change.half_width()
-    of_best, of_row = interval(best, MEASURED), interval(row, MEASURED)
+    of_best = interval(best, MEASURED)
+    of_row = interval(row, MEASURED)
     return of_best is not None and of_row is not None and of_row[1] < of_best[0]
 
 

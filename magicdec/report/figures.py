@@ -169,7 +169,8 @@ def _value(row: Row, key: Measure) -> float | None:
     if isinstance(key, str):
         return row[key] if is_number(row.get(key)) else None
     numerator, denominator = key
-    over, under = row.get(numerator), row.get(denominator)
+    over = row.get(numerator)
+    under = row.get(denominator)
     return over / under if is_number(over) and is_number(under) and under else None
 
 
@@ -229,7 +230,8 @@ def _pdf_with(content: bytes, text: str) -> bytes:
     )
     if not trailer:
         return content
-    number, before = int(trailer[1]), int(trailer[3])
+    number = int(trailer[1])
+    before = int(trailer[3])
     root = trailer[2].decode()
     words = f"\ufeff{text}".encode("utf-16-be").hex()
     start = len(content) + 1

@@ -89,7 +89,8 @@ def html_page(rows: Sequence[Row], title: str) -> str:
     texts = {path.name: path.read_text(encoding="utf-8") for path in assets.iterdir()}
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     environment.filters["cell"] = cell
-    data, runs = _data(rows), counted(num_runs(rows), "run")
+    data = _data(rows)
+    runs = counted(num_runs(rows), "run")
     packed = base64.b64encode(
         gzip.compress(json.dumps(data, separators=(",", ":")).encode(), mtime=0)
     ).decode()
@@ -124,8 +125,10 @@ def _data(rows: Sequence[Row]) -> dict[str, Any]:
     settings, keys = informative(rows), keys_of(rows)
     numeric = {key for key in keys if any(is_number(row.get(key)) for row in rows)}
     columns = _columns(rows, keys)
-    measures, compared = measures_of(keys, numeric), comparisons(numeric)
-    samples, picks = samples_of(rows), picks_of(rows, settings)
+    measures = measures_of(keys, numeric)
+    compared = comparisons(numeric)
+    samples = samples_of(rows)
+    picks = picks_of(rows, settings)
     menus = menus_of(rows, settings, measures, picks)
     menus |= {"compared": list(compared), "run": list(samples)}
     table = dict.fromkeys(["id", "status", "speedup", *settings[:8], *COLUMNS])
@@ -199,7 +202,8 @@ def _answered(answered: Answer) -> dict[str, Any]:
     """Return the first thing to read: what is best, how sure that is, by which measure, and what
     was held constant.
     """
-    where, figure = answered.where(answered.top), escape(answered.top.figure())
+    where = answered.where(answered.top)
+    figure = escape(answered.top.figure())
     sentence = escape(f"{where}: " if where else "") + escape(answered.winner(answered.top))
     extra = {
         key: label

@@ -253,7 +253,8 @@ def _holds(column: pandas.Series, sign: str, wanted: str) -> pandas.Series:
     """Return for each value whether a test holds. A missing value is null, and smaller or larger
     than nothing.
     """
-    words, number = column.map(_text).astype("object"), _number(wanted)
+    words = column.map(_text).astype("object")
+    number = _number(wanted)
     if sign in ORDERS:
         compared: Any = ORDERS[sign](_numbers(column), number)
         return compared.fillna(False).astype(bool)

@@ -22,7 +22,8 @@ def summarize(sweep_dir: Path, with_figures: bool) -> None:
     """Print the summary of a sweep, <runs_dir>/sweeps/<name>. A file that cannot be written is no
     failure.
     """
-    runs_dir, console = sweep_dir.parents[1], terminal.console()
+    runs_dir = sweep_dir.parents[1]
+    console = terminal.console()
     if refused := sum(1 for job in jobs(sweep_dir) if not job["id"]):
         print(f"{counted(refused, 'job')} ended before there was a run: see the errors above")
     try:

@@ -53,7 +53,8 @@ def runs_table(
     measure different things, have a table each, unless `columns` are named. If rows are groups,
     `runs` are their members.
     """
-    shown, grouped = rows[: limit or None], runs is not None
+    shown = rows[: limit or None]
+    grouped = runs is not None
     kinds = list(dict.fromkeys(None if columns else row.get(SCENARIO) for row in shown))
     tables, left_out = [], []
     for kind in kinds:

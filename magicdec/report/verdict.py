@@ -77,7 +77,8 @@ def _whole(line: GenerationLine, generate_len: int) -> list[tuple[int, int]]:
     """Return the rounds of a row that proposed anything, without one that an end of sequence has
     cut.
     """
-    rounds, written = line.get("rounds") or [], len(line.get("speculative") or ())
+    rounds = line.get("rounds") or []
+    written = len(line.get("speculative") or ())
     is_cut = written < generate_len and 1 + sum(accepted + 1 for _, accepted in rounds) > written
     return [pair for pair in rounds[: -1 if is_cut else None] if pair[0]]
 

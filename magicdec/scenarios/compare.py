@@ -70,7 +70,8 @@ class Session:
         """Return whether the first batch has too few repeats, or another one fewer than the
         first.
         """
-        units, num_batches = self.stored.units, self.plan.config.batch.num_batches
+        units = self.stored.units
+        num_batches = self.plan.config.batch.num_batches
         if number == 0:
             return not self.goal.is_reached(units.by_batch[0], num_batches)
         return len(units.of_batch(number)) < len(units.of_batch(0))
@@ -87,7 +88,8 @@ def run(plan: Plan, run: "Run", progress: Progress) -> Outcome:
     batches = range(plan.config.batch.num_batches)
     tokenizer = build.tokenizer(plan)
     session = Session.of(plan, run, build.prompts(plan, tokenizer), progress)
-    peak, gpu = memory_use.Peak(plan.device, SHARED.num_bytes), Watch(plan.device)
+    peak = memory_use.Peak(plan.device, SHARED.num_bytes)
+    gpu = Watch(plan.device)
     profile: Metrics = {} if run.before else run.earlier(PROFILED)
     engine = build.engine(plan, progress)
     for number in batches:
@@ -164,7 +166,8 @@ def _decode(session: Session, batch: Batch, number: int) -> None:
 
 def _audited(batch: Batch, unit: Unit) -> Audit:
     """Return the audit of what a unit has written."""
-    plain, fast = unit.ways["autoregressive"], unit.ways["speculative"]
+    plain = unit.ways["autoregressive"]
+    fast = unit.ways["speculative"]
     return audit(batch.decoder, plain.tokens, fast.tokens, fast.accepted)
 
 
@@ -194,9 +197,11 @@ def _routed(session: Session, batch: Batch, run: "Run") -> Metrics:
 
 def _opened(session: Session, engine: NativeEngine, number: int) -> Batch:
     """Return a prefilled batch, warmed up. An earlier job may have done the prefill."""
-    plan, rows = session.plan, int(session.plan.config.batch.size)
+    plan = session.plan
+    rows = int(session.plan.config.batch.size)
     start = rows * number
-    tokens, key = session.prompts.tokens[start : start + rows], prefill_key(plan, start)
+    tokens = session.prompts.tokens[start : start + rows]
+    key = prefill_key(plan, start)
     # A draft that listens needs the target's hidden states, which are not kept.
     shared = (
         None
@@ -246,7 +251,8 @@ def _roofline(plan: Plan, batch: Batch, measured: Metrics) -> Metrics:
         given * 1e9 if given else SHARED.fact(measured_at, lambda: read_bandwidth(plan.device))
     )
     target = batch.decoder.target  # one rank's share, as the bandwidth is one device's
-    rows, gamma = batch.decoder.cache.num_rows, batch.draft.gamma if batch.draft else 0
+    rows = batch.decoder.cache.num_rows
+    gamma = batch.draft.gamma if batch.draft else 0
     kv = memory_use.kv_bytes(target.config, int(batch.decoder.state.prompt_len_B.sum()), plan.dtype)
     result: Metrics = {"roofline/bandwidth_gbs": bandwidth / 1e9}
     for name, num_tokens in (("target_decode", rows), ("verify", rows * (gamma + 1))):

@@ -80,7 +80,8 @@ def cells_of(
     """
     cells = []
     for line in lines:
-        gamma, context = line.get("gamma"), line["context_len"]
+        gamma = line.get("gamma")
+        context = line["context_len"]
         if not gamma or not {"time/target_decode_ms", "time/round_ms"} <= line.keys():
             continue
         length = line.get("acceptance_length") or length_of(context, gamma)
@@ -190,7 +191,8 @@ def view(lines: Sequence[Line], diagnosis: Diagnosis | None, tokens: int) -> Ren
 
 
 def _next_to_limit(line: Line, name: str) -> str:
-    time, limit = line.get(f"time/{name}_ms"), line.get(f"limit/{name}_ms")
+    time = line.get(f"time/{name}_ms")
+    limit = line.get(f"limit/{name}_ms")
     if time is None:
         return ""
     return f"{three_digits(time)} ({time / limit:.1f}x)" if limit else three_digits(time)

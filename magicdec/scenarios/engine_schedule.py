@@ -127,7 +127,8 @@ def _table(schedule: Schedule) -> Table:
 def _cell(schedule: Schedule, cells: Sequence) -> str:
     gamma = schedule.gamma(cells[0].batch, cells[0].context)
     speedups = [cell.speedups[gamma] for cell in cells]
-    low, high = f"{min(speedups):.2f}", f"{max(speedups):.2f}"
+    low = f"{min(speedups):.2f}"
+    high = f"{max(speedups):.2f}"
     return f"{gamma}: {low}x" if low == high else f"{gamma}: {low}-{high}x"
 
 

@@ -57,7 +57,8 @@ def prompts_of(plan: Plan, tokenizer: object | None) -> Prompts:
     """Return a prompt per request: those of a trace in its order, otherwise all lengths in turn,
     shuffled.
     """
-    config, scenario = plan.config, plan.config.settings(Serve)
+    config = plan.config
+    scenario = plan.config.settings(Serve)
     count = scenario.num_requests
     if CORPORA[config.data.name].facts.own_lengths:
         prompts = build.prompts(plan, tokenizer, count)
@@ -82,7 +83,8 @@ def prompts_of(plan: Plan, tokenizer: object | None) -> Prompts:
 
 def jobs_of(plan: Plan, prompts: Prompts) -> list[RequestSpec]:
     """Return a request for each prompt, with random numbers of its own."""
-    config, rows = plan.config, range(len(prompts))
+    config = plan.config
+    rows = range(len(prompts))
     lengths = prompts.output_lens or [config.batch.generate_len for _ in rows]
     arrivals = prompts.arrivals_s or [0.0 for _ in rows]
     return [
@@ -148,7 +150,8 @@ def view(
     """Return what the terminal shows: both ways at each level of load. `server` describes one that
     is not ours.
     """
-    config, scenario = plan.config, plan.config.settings(Serve)
+    config = plan.config
+    scenario = plan.config.settings(Serve)
     described = to_dict(config)
     most = "up to " if described["data"].get("output_len") else ""
     lengths = (

@@ -166,7 +166,8 @@ class Bursts:
 
     async def measure_all(self) -> None:
         """Measure all servers that lack a point, one after another."""
-        config, scenario = self.plan.config, self.plan.config.settings(Profile)
+        config = self.plan.config
+        scenario = self.plan.config.settings(Profile)
         engine = cast(Servable, load(self.plan, gamma=max(scenario.gammas)))
         servers = [server for server in servers_of(engine, scenario) if self._missing(server)]
         total = sum(len(self._missing(server)) for server in servers)

@@ -54,7 +54,8 @@ def so_far(plan: Plan, run: Run) -> Outcome:
 
 def _decode(plan: Plan, units: PeerUnits, prompts: list[list[int]], progress: Progress) -> None:
     """Decode what is missing in each way after a short warm-up; write each unit when it ends."""
-    config, rows = plan.config, int(plan.config.batch.size)
+    config = plan.config
+    rows = int(plan.config.batch.size)
     batches = [prompts[start : start + rows] for start in range(0, len(prompts), rows)]
     wanted = Goal(config.settings(Compare), units.run.before).wanted
     ways = WAYS if config.speculates else WAYS[:1]
@@ -81,13 +82,15 @@ def _decode(plan: Plan, units: PeerUnits, prompts: list[list[int]], progress: Pr
 
 def _outputs(units: PeerUnits, prompts: Prompts) -> Outputs:
     """Return the tokens of the first repeat of each way."""
-    plain, fast = units.repeats("autoregressive"), units.repeats("speculative")
+    plain = units.repeats("autoregressive")
+    fast = units.repeats("speculative")
     return Outputs(prompts, _tokens(plain[0]), _tokens(fast[0]) if fast else [])
 
 
 def _figures(plan: Plan, units: PeerUnits, outputs: Outputs) -> Metrics:
     """Return what the units say. There is at least one autoregressive repeat."""
-    plain, fast = units.repeats("autoregressive"), units.repeats("speculative")
+    plain = units.repeats("autoregressive")
+    fast = units.repeats("speculative")
     results: Metrics = outputs.prompts.facts | {"output/fingerprint": outputs.fingerprint}
     results |= {
         "device": plan.device_name,

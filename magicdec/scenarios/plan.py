@@ -86,7 +86,8 @@ def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
     """Search for a target, a machine and a context; a line of the history for every candidate, the
     best first.
     """
-    config, scenario = plan.config, plan.config.settings(Search)
+    config = plan.config
+    scenario = plan.config.settings(Search)
     setup, acceptances = setup_of(plan), curves(config)
     command = command_line(["magicdec", *sys.argv[1:]])
     workload = Workload(scenario.workload or [(setup.context, max(2, config.batch.generate_len))])

@@ -26,7 +26,8 @@ from magicdec.tracking.store import Run
 from magicdec.units import GIB
 
 # Of the map that a target has which is not dense, or whose layers do not all grow.
-BATCHES, CONTEXTS = (1, 8, 32, 128, 256), (4096, 16384, 32768, 65536, 131072)
+BATCHES = (1, 8, 32, 128, 256)
+CONTEXTS = (4096, 16384, 32768, 65536, 131072)
 
 
 def prepare(config: Config) -> Plan:
@@ -38,7 +39,8 @@ def prepare(config: Config) -> Plan:
 
 def predicted(plan: Plan) -> Prediction:
     """Predict one configuration, at every gamma of scenario.gammas."""
-    config, scenario = plan.config, plan.config.settings(Predict)
+    config = plan.config
+    scenario = plan.config.settings(Predict)
     return predict_setup(
         setup_of(plan),
         scenario.gammas,

@@ -44,7 +44,8 @@ def _formula(plan: Plan, results: Mapping[str, Any], gamma: int) -> Metrics:
     metrics: Metrics = {"formula/speedup": formula, "formula/speedup_error": formula / speedup - 1}
     if plan.config.sampling.ignore_eos:
         # The prefill gives the first.
-        rows, steps = int(plan.config.batch.size), plan.config.batch.generate_len - 1
+        rows = int(plan.config.batch.size)
+        steps = plan.config.batch.generate_len - 1
         whole = round_time(gamma, draft, verify)
         metrics["formula/speedup_wall"] = batch_speedup(gamma, alpha, rows, steps, decode, whole)
     return metrics

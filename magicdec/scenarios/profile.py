@@ -53,7 +53,8 @@ def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
     the history.
     """
     scenario = plan.config.settings(Profile)
-    units, peak = UnitFolder(run, POINT_UNIT), memory_use.Peak(plan.device)
+    units = UnitFolder(run, POINT_UNIT)
+    peak = memory_use.Peak(plan.device)
     points = list(product(scenario.batch_sizes, scenario.context_lens, scenario.gammas))
     measured = {unit.point for unit in units.units}
     missing = [point for point in points if point not in measured]

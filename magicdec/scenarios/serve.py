@@ -53,7 +53,8 @@ def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
     config = plan.config
     scenario = config.settings(Serve)
     prompts = prompts_of(plan, build.tokenizer(plan))
-    units, peak = LevelUnits(run), memory_use.Peak(plan.device)
+    units = LevelUnits(run)
+    peak = memory_use.Peak(plan.device)
     engine = build.engine(plan, progress)
     jobs = jobs_of(plan, prompts)
     levels = Levels(plan, units, engine, jobs, prompts.categories, progress, peak)
@@ -61,7 +62,8 @@ def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
     limits: Metrics = {}
     for level in levels_of(scenario):
         levels.measure(level, ways)
-    last, written = levels.history[-1:], levels.written
+    last = levels.history[-1:]
+    written = levels.written
     for way in ways if scenario.slo else ():
         search = LoadSearch(way, scenario)
         while search.level is not None:
@@ -122,7 +124,8 @@ class Levels:
         """Measure a level on slots of its own, and write a unit for each way; {} on a rank that has
         followed.
         """
-        batch, kind = self.plan.config.batch, SharedSlots if self.plan.num_ranks > 1 else Slots
+        batch = self.plan.config.batch
+        kind = SharedSlots if self.plan.num_ranks > 1 else Slots
         # A row without a request costs its share of the matmuls: no more slots than users.
         rows = (
             min(int(level.value), int(batch.size))

@@ -96,7 +96,8 @@ class Measurement:
         """Return the metrics of a level. Requests that failed in either way are left out of
         both.
         """
-        scenario, sampling = self.plan.config.settings(Serve), self.plan.config.sampling
+        scenario = self.plan.config.settings(Serve)
+        sampling = self.plan.config.sampling
         places = [
             place
             for place in range(len(self.jobs))
@@ -177,7 +178,8 @@ def _check_answers(unit: LevelUnit, address: Address) -> None:
     """Warn about requests that were sent again, whose times begin with the last attempt, and about
     those that failed. Raise EndpointFailed if nothing was answered.
     """
-    where, total = f"{unit.way}, {unit.load}", len(unit.requests)
+    where = f"{unit.way}, {unit.load}"
+    total = len(unit.requests)
     if number := sum(request.num_retries > 0 for request in unit.requests):
         to_stderr(
             f"warning: {where}: {number} of {total} requests were sent again; their times begin"

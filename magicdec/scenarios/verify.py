@@ -72,8 +72,10 @@ def prepare(config: Config) -> Plan:
 
 def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
     """Measure every cell of the grid; a cell is a line of the history."""
-    scenario, cells = plan.config.settings(Verify), list[MeasuredCell]()
-    engine, tokenizer = build.engine(plan, progress), build.tokenizer(plan)
+    scenario = plan.config.settings(Verify)
+    cells = list[MeasuredCell]()
+    engine = build.engine(plan, progress)
+    tokenizer = build.tokenizer(plan)
     total = len(scenario.batch_sizes) * len(scenario.context_lens)
     with progress.task("cells", total) as task:
         for context in scenario.context_lens:
@@ -98,7 +100,8 @@ def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
     by_batch = schedule(
         by.cells or [cell.cell for cell in cells], scenario.tolerance, by_context=False
     )
-    shares, of_batch = _shares(by, cells), _shares(by_batch, cells)
+    shares = _shares(by, cells)
+    of_batch = _shares(by_batch, cells)
     results: metrics.Metrics = {"device": plan.device_name, **plan.sources}
     for name, values in (
         ("share", [share.of_best for share in shares]),

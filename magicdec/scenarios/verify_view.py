@@ -62,7 +62,8 @@ def shares_apart(shares: Sequence[ShareOfBest]) -> list[float]:
 
 
 def _sentences(shares: Sequence[ShareOfBest]) -> list[str]:
-    of_best, apart = [share.of_best for share in shares], shares_apart(shares)
+    of_best = [share.of_best for share in shares]
+    apart = shares_apart(shares)
     reached = f"{min(of_best):.1%} of it at worst and {median(of_best):.1%} in the median cell"
     said = [f"* the best; the schedule reaches {reached}"]
     if apart:

@@ -26,7 +26,8 @@ class Chooser:
 
     def __init__(self, gammas: Sequence[int]):
         """Choose among these, which may include 0."""
-        self.gammas, self._gamma = list(gammas), max(gammas)
+        self.gammas = list(gammas)
+        self._gamma = max(gammas)
         self._estimate = YieldEstimate(DECAY)
         self._rounds = 0
         # By the size of the batch in powers of two, and by gamma.

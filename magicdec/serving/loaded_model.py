@@ -118,7 +118,8 @@ class Model:
         list, but not on the other prompts. Raise UserError for options out of range and for prompts
         that are empty or too long.
         """
-        params, chunks = self._with(max_tokens, options), Chunks()
+        params = self._with(max_tokens, options)
+        chunks = Chunks()
         requests = [
             Request(
                 self._ids(prompt),

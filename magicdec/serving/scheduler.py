@@ -29,7 +29,8 @@ class Scheduler:
 
     def __init__(self, slots: Slots, speculative: bool = True):
         """Without a draft, `speculative` has no effect."""
-        self.slots, self.speculative = slots, speculative and slots.batch.draft is not None
+        self.slots = slots
+        self.speculative = speculative and slots.batch.draft is not None
         self.waiting: deque[Request] = deque()
         self.running: dict[int, Request] = {}  # by slot
         self.closing = False  # any thread may set it: a prefill ends at its next chunk
@@ -203,7 +204,8 @@ class _Reading:
 
     def end(self, tensor: Tensor) -> None:
         """End the round, of which this is the outcome."""
-        self._tensor, self.seconds = tensor, time.perf_counter() - self._began
+        self._tensor = tensor
+        self.seconds = time.perf_counter() - self._began
         if self._events:
             self._events[1].record()
             self._tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

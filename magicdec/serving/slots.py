@@ -103,7 +103,8 @@ class Slots:
         self.eos_token_ids = engine.target.config.eos_token_ids
         self.device = engine.target.embed.weight.device
         sizes = (max_len, engine.slack, self.gamma, self.eos_token_ids, self.device)
-        self.state, single = SlotState(num_slots, *sizes), SlotState(1, *sizes)
+        self.state = SlotState(num_slots, *sizes)
+        single = SlotState(1, *sizes)
         self.sampling = RowSampling(num_slots, self.device)
         self.batch, self.single = (
             engine.open_on(self.state, self.sampling),
@@ -133,7 +134,8 @@ class Slots:
         Capturing rehearses rounds, which has no effect while there are no requests: empty rows
         commit nothing.
         """
-        draft, captures = self.batch.draft, self.batch.decoder.captures
+        draft = self.batch.draft
+        captures = self.batch.decoder.captures
         # Row by row: an empty one holds nothing, others are copied.
         self.batch.decoder.prefilled = draft
         before: dict[int | None, Callable[[], None]] = {

@@ -27,7 +27,8 @@ def described_data(config: Mapping[str, Any]) -> str:
 
 def described_context(config: Mapping[str, Any], metrics: Mapping[str, Any]) -> str:
     """Return how long the prompts are: all the same, or from the shortest to the longest."""
-    low, high = metrics.get("data/context_len_min"), metrics.get("data/context_len_max")
+    low = metrics.get("data/context_len_min")
+    high = metrics.get("data/context_len_max")
     mean = metrics.get("data/context_len_mean")
     if low == high:
         return f"{high or int(config['batch']['context_len']):,} tokens of context"

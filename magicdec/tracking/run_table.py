@@ -152,7 +152,8 @@ def _verdict(config: Mapping[str, Any], metrics: Metrics) -> Iterator[tuple[str,
     """Describe speedup, acceptance and losslessness."""
     mark = ["synthetic"] if metrics.get("acceptance/source") == "synthetic" else []
     if speedup := _number(metrics.get("speedup")):
-        wall, spread = _number(metrics.get("speedup_wall")), _number(metrics.get("speedup_spread"))
+        wall = _number(metrics.get("speedup_wall"))
+        spread = _number(metrics.get("speedup_spread"))
         both = (_interval(metrics, key, "{:.2f}") for key in ("speedup", "speedup_wall"))
         text = Text(both_speedups(speedup, wall, *both))
         for ratio in filter(None, (speedup, wall)):
@@ -192,7 +193,8 @@ def losslessness(config: Mapping[str, Any], metrics: Metrics) -> Text:
     """Return the verdict of the audit with its evidence, next to that of the autoregressive
     output.
     """
-    passed, dtype = metrics.get("lossless/passed"), config["hardware"]["dtype"]
+    passed = metrics.get("lossless/passed")
+    dtype = config["hardware"]["dtype"]
     is_sampled = bool(config["sampling"]["temperature"])
     verdict = ("undecided", "bold yellow")
     if passed is not None:

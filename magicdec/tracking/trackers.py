@@ -46,7 +46,8 @@ class FinishedRun:
     @property
     def name(self) -> str:
         """Return a name that says what ran, short enough for a legend."""
-        draft, cache = self.config["draft"], self.config["cache"]
+        draft = self.config["draft"]
+        cache = self.config["cache"]
         batch = self.config["batch"]
         context_len = self.result.get("data/context_len_mean") or batch["context_len"]
         parts = [model_label(self.config["target"]["name"], self.config["target"].get("path"))]
@@ -127,7 +128,8 @@ class Live:
     """
 
     def __init__(self, folder: Path, config: Settings, result: Mapping[str, Any]):
-        self._path, self._start = folder / "live.jsonl", perf_counter()
+        self._path = folder / "live.jsonl"
+        self._start = perf_counter()
         self._run = FinishedRun(folder, config, result)
         self._followers: list[Callable[[Line], None]] | None = None
 

@@ -75,7 +75,8 @@ class RowSampling:
 
     def set_row(self, row: int, sampling: Sampling) -> None:
         """Set how a row is sampled from now on."""
-        top_k, top_p = sampling.top_k or EVERYTHING, sampling.top_p or 1.0
+        top_k = sampling.top_k or EVERYTHING
+        top_p = sampling.top_p or 1.0
         if sampling.greedy:
             top_k, top_p = 1, 1e-30  # the first of equally large logits
         self.temperature[row] = sampling.temperature or 1.0

@@ -108,7 +108,8 @@ class FlashAttention(LibraryAttention):
     @override
     def takes(self, q_BTHD: Tensor, k_BKSD: Tensor) -> bool:
         """Take every prefill, which is bound by arithmetic and not by reading K and V."""
-        num_new, group = q_BTHD.shape[1], q_BTHD.shape[2] // k_BKSD.shape[1]
+        num_new = q_BTHD.shape[1]
+        group = q_BTHD.shape[2] // k_BKSD.shape[1]
         return self._packs or group == 1 or num_new == 1 or num_new > FEW_TOKENS
 
     @override

@@ -193,7 +193,9 @@ def _memory(layer: Any, config: Any) -> TokenMemory:
     if "keys" not in tensors:
         return TokenMemory(1, state_bytes=state_bytes)
     keys, values = tensors["keys"], tensors["values"]
-    heads, key_dim, value_dim = keys.shape[1], keys.shape[3], values.shape[3]
+    heads = keys.shape[1]
+    key_dim = keys.shape[3]
+    value_dim = values.shape[3]
     # Latents of one head serve as keys and as values, and the part that is rotated as keys alone.
     is_latent = heads == 1 and key_dim != value_dim
     scored = 2 * key_dim + value_dim if is_latent else key_dim + value_dim

@@ -22,7 +22,8 @@ class OperatorExperts(nn.Module):
     def __init__(self, experts: Any, operators: Operators):
         super().__init__()
         self.plain_experts = experts
-        self.operators, self.num_experts = operators, int(experts.num_experts)
+        self.operators = operators
+        self.num_experts = int(experts.num_experts)
 
     @override
     def forward(self, hidden_NE: Tensor, index_NK: Tensor, weights_NK: Tensor) -> Tensor:

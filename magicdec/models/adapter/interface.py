@@ -143,7 +143,8 @@ class EntriesPass(ModulesPass):
     """A pass within `writing` that writes the entries of one layer and attends to nothing."""
 
     def __init__(self, cache: KVCache, num_new: int):
-        self.cache, self.slots_BT = cache, cache.slots_BT(num_new)
+        self.cache = cache
+        self.slots_BT = cache.slots_BT(num_new)
         self.packing = packing(cache, num_new)
 
     @override
@@ -170,7 +171,8 @@ def attend(
     narrower keys or values are padded with zeros.
     """
     forward: ModulesPass = given[NAME]
-    width, heads = forward.cache.config.head_dim, forward.cache.config.num_kv_heads
+    width = forward.cache.config.head_dim
+    heads = forward.cache.config.num_kv_heads
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     factor = scaling * math.sqrt(width)
     if not math.isclose(factor, 1.0, rel_tol=1e-6):
@@ -180,7 +182,8 @@ def attend(
     v = _wide(value, width).transpose(1, 2)
     repeats = heads // k.shape[2]
     if repeats > 1:
-        k, v = k.repeat_interleave(repeats, 2), v.repeat_interleave(repeats, 2)
+        k = k.repeat_interleave(repeats, 2)
+        v = v.repeat_interleave(repeats, 2)
     layer = forward.cache.config.entry_place(module.layer_idx)
     forward.write(layer, k, v)
     out_BTHD = forward.attend(layer, q, Weighting(s_aux, softcap))

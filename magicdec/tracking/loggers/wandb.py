@@ -250,12 +250,14 @@ def _begin(group: Mapping[str, Any], folder: Path, **named: Any) -> Any:
 
 
 def _send(run: FinishedRun) -> Logged:
-    group, shown_live = run.config["wandb"], _opened.pop(run.folder, None)
+    group = run.config["wandb"]
+    shown_live = _opened.pop(run.folder, None)
     with _tables_stay_in(run.folder), shown_live or _open(run) as opened:
         if shown_live is None:
             _log_history(opened, run.rows("live"))
         else:  # what is known only at the end
-            opened.name, opened.tags = run.name, tuple(_tags(run.config, run.result))
+            opened.name = run.name
+            opened.tags = tuple(_tags(run.config, run.result))
         _log_history(opened, run.rows("history"))
         _log_history(opened, run.rows("system"))
         _log_tables(opened, run.result, run.rows("samples"))
