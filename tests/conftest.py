@@ -1,10 +1,15 @@
 """Settings for all tests."""
 
 import gc
+import getpass
 import logging
 import os
 import random
+import shutil
 import signal
+import tempfile
+from multiprocessing.util import Finalize
+from pathlib import Path
 from zlib import crc32
 
 import numpy as np
@@ -16,6 +21,17 @@ from magicdec import threads
 from magicdec.measure import ceilings
 from magicdec.threads import num_cores
 
+# A folder of temporary files for this process and the programs it starts, and in it the locks by
+# which sweeps take turns: no test waits for the sweep of another worker, nor for a user's.
+# `tmp_path` and what PyTorch has compiled stay in the system's folder. This comes before the other
+# conftest.py files, which import the locks.
+SYSTEM = os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+COMPILED = Path(SYSTEM, f"torchinductor_{getpass.getuser()}")
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(COMPILED))
+TEMPORARY = tempfile.mkdtemp(prefix="magicdec-", dir=SYSTEM)
+tempfile.tempdir = os.environ["TMPDIR"] = TEMPORARY
+# After multiprocessing has removed what it keeps there, at -100.
+Finalize(None, shutil.rmtree, (TEMPORARY, True), exitpriority=-200)
 # The models here are so small that a second thread only waits; on a busy machine the threads wait
 # for each other.
 torch.set_num_threads(1)

@@ -7,8 +7,10 @@ import os
 import re
 import signal
 import subprocess
+import tempfile
 import time
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +18,7 @@ import pytest
 from magicdec import threads
 from magicdec.errors import UserError
 from magicdec.tracking import gpus
+from tests.programs import python
 
 MACHINE = "3,GPU-5,7"
 
@@ -52,6 +55,14 @@ class SweepJob:
         self.end.set()
         self.process.join(20)
         return json.loads(self.path.read_text())
+
+
+def test_tests_wait_for_no_sweep_of_a_user_or_of_each_other():
+    """Their locks, and those of the programs they start, are not in the system's folder."""
+    done = python("-c", "from magicdec.tracking import gpus; print(gpus.LOCKS)")
+    assert done.stdout.strip() == str(gpus.LOCKS)
+    assert gpus.LOCKS.parent == Path(tempfile.gettempdir())
+    assert str(gpus.LOCKS.parent) != os.environ["PYTEST_DEBUG_TEMPROOT"]
 
 
 @pytest.fixture
