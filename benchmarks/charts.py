@@ -78,17 +78,20 @@ def draw_chart(
             alt.Chart().mark_rule(color="grey", strokeWidth=0.8).encode(y=alt.datum(level))
         )
     if diagonal:
-        ends = [
-            {x: end, y: end}
-            for end in (min(row[y] for row in values), max(row[y] for row in values))
-        ]
-        line = alt.Chart(alt.Data(values=ends)).mark_line(color="grey", strokeWidth=0.8)
-        parts.append(line.encode(x=f"{x}:Q", y=f"{y}:Q"))
+        parts.append(_agreement(values, x, y))
     chart: Any = alt.layer(*parts, data=alt.Data(values=values)).properties(**size)
     if panels:
         order = list(dict.fromkeys(row[panels] for row in values))
         chart = _in_panels(chart, panels, order, 2 if kind == "line" else 3, own_scales)
     file.write_bytes(picture(chart.to_dict(), "png", scale=1.2))
+
+
+def _agreement(values: Sequence[Row], x: str, y: str) -> Any:
+    """Return the line on which `x` and `y` agree, between the ends of `y`."""
+    ends = [min(row[y] for row in values), max(row[y] for row in values)]
+    data = alt.Data(values=[{x: end, y: end} for end in ends])
+    line = alt.Chart(data).mark_line(color="grey", strokeWidth=0.8)
+    return line.encode(x=f"{x}:Q", y=f"{y}:Q")
 
 
 def _in_panels(chart: Any, key: str, order: list[Any], columns: int, own_scales: bool) -> Any:

@@ -53,7 +53,7 @@ def architecture(name: str) -> ModelConfig:
     """
     values = option(name).get("architecture")
     if not values:
-        known = [other for other in _names() if option(other).get("architecture")]
+        known = [str(other.get("name")) for other in options() if other.get("architecture")]
         raise UserError(
             f"target={name} has no architecture in conf/target; one of: {', '.join(known)}"
         )

@@ -100,8 +100,8 @@ def create_app(engine: AsyncEngine, tokenizer: Any, model: str, max_waiting: int
             "id": f"{kind.id_prefix}-{next(numbers)}",
             "object": kind.kind,
             "created": int(time.time()),
+            "model": model,
         }
-        head["model"] = model
         answering = HttpAnswer(asked, stream, head, StoppableText(tokenizer, asked.stop), meters)
         if asked.stream:
             return StreamingResponse(answering.events(), media_type="text/event-stream")
