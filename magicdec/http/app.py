@@ -54,6 +54,16 @@ class Admission:
             self._arriving -= 1
 
 
+def _head(kind: type[SharedFields], number: int, model: str) -> dict[str, Any]:
+    """Return what an answer, and each of its events, begins with."""
+    return {
+        "id": f"{kind.id_prefix}-{number}",
+        "object": kind.kind,
+        "created": int(time.time()),
+        "model": model,
+    }
+
+
 def create_app(engine: AsyncEngine, tokenizer: Any, model: str, max_waiting: int = 256) -> FastAPI:
     """Return the app with its routes; the engine runs as long as the app."""
 
@@ -96,12 +106,7 @@ def create_app(engine: AsyncEngine, tokenizer: Any, model: str, max_waiting: int
                 )
             prompt = await asyncio.to_thread(asked.token_ids, tokenizer)
         stream = engine.generate(prompt, asked.params(engine.max_len - len(prompt)))
-        head = {
-            "id": f"{kind.id_prefix}-{next(numbers)}",
-            "object": kind.kind,
-            "created": int(time.time()),
-            "model": model,
-        }
+        head = _head(kind, next(numbers), model)
         answering = HttpAnswer(asked, stream, head, StoppableText(tokenizer, asked.stop), meters)
         if asked.stream:
             return StreamingResponse(answering.events(), media_type="text/event-stream")
