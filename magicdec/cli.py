@@ -11,6 +11,7 @@ import os
 import re
 import sys
 import traceback
+from argparse import Namespace
 from contextlib import nullcontext, suppress
 from datetime import datetime
 from importlib import import_module
@@ -118,7 +119,7 @@ def run() -> int:
     return code
 
 
-def _launch() -> int:  # noqa: C901
+def _launch() -> int:
     """Let Hydra run the jobs; return the exit code."""
     # Hydra then raises its errors, where it would print them in many lines.
     os.environ["HYDRA_FULL_ERROR"] = "1"
@@ -129,26 +130,7 @@ def _launch() -> int:  # noqa: C901
         parser._option_string_actions["--version"].version = f"magicdec {VERSION}"  # type: ignore[attr-defined]
         arguments = parser.parse_intermixed_args()  # flags may follow keys
         overrides = list(arguments.overrides)
-        # The shell asks what could follow; `serve` takes the keys of a run.
-        if line := os.environ.get("COMP_LINE"):
-            os.environ["COMP_LINE"] = line.replace(" serve ", " ", 1)
-            for completed in _completed(line):
-                print(completed)
-        refuse_secrets(overrides)
-        if rerun := arguments.experimental_rerun:
-            raise UserError(
-                f"--experimental-rerun={rerun}: would load a pickle; repeat the command instead"
-            )
-        if arguments.multirun and "sweep.dry_run=true" in map(str.lower, overrides):
-            kept = [
-                text
-                for text in overrides
-                if not text.startswith(("hydra/launcher", "hydra.launcher"))
-            ]
-            arguments.overrides = kept + LISTING
-        # Which Hydra takes from this file's folder.
-        if arguments.config_path and "://" not in arguments.config_path:
-            arguments.config_path = str(Path(arguments.config_path).resolve())
+        _prepare(arguments)
         choose_behaviour()
         register()
         add_own_options(Path(arguments.config_path or CONF))
@@ -170,6 +152,31 @@ def _launch() -> int:  # noqa: C901
     except Exception as error:
         return report(error, _refusal(error) or explain(error, overrides))
     return 0
+
+
+def _prepare(arguments: Namespace) -> None:
+    """Answer a shell that asks what could follow, refuse what is unsafe, and change what Hydra
+    would do otherwise.
+    """
+    if line := os.environ.get("COMP_LINE"):
+        os.environ["COMP_LINE"] = line.replace(" serve ", " ", 1)  # which takes the keys of a run
+        for completed in _completed(line):
+            print(completed)
+    refuse_secrets(arguments.overrides)
+    if rerun := arguments.experimental_rerun:
+        raise UserError(
+            f"--experimental-rerun={rerun}: would load a pickle; repeat the command instead"
+        )
+    if arguments.multirun and "sweep.dry_run=true" in map(str.lower, arguments.overrides):
+        kept = [
+            text
+            for text in arguments.overrides
+            if not text.startswith(("hydra/launcher", "hydra.launcher"))
+        ]
+        arguments.overrides = kept + LISTING
+    # Which Hydra takes from this file's folder.
+    if arguments.config_path and "://" not in arguments.config_path:
+        arguments.config_path = str(Path(arguments.config_path).resolve())
 
 
 def job(cfg: DictConfig) -> float | None:

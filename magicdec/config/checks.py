@@ -31,8 +31,11 @@ def validate(config: Config) -> None:
     rules = [
         *([_peer] if config.engine.name != "native" else []),
         *([_peers_draft] if config.speculates and not config.engine.has_our_drafts else []),
-        _run,
+        _scenario,
+        _data,
     ]
+    if isinstance(config.scenario, Serve):
+        rules.append(_load)
     if config.speculates:
         rules += [_draft, _budget, _noise]
     for mistakes in rules:
@@ -135,22 +138,24 @@ def check_length(config: Config, longest: int) -> None:
         )
 
 
-def _run(config: Config) -> Iterator[str]:  # noqa: C901
-    """Yield values that are right by themselves and wrong together, apart from those of the
-    draft.
-    """
-    data, scenario = config.data, config.scenario
-    corpus = CORPORA[data.name].facts
-    if (
-        isinstance(scenario, Compare)
-        and scenario.repeats == "auto"
-        and config.hardware.tensor_parallel > 1
-    ):
+def _scenario(config: Config) -> Iterator[str]:
+    """Yield values of a scenario that do not go together, or not with the hardware."""
+    scenario = config.scenario
+    ranks = config.hardware.tensor_parallel
+    if isinstance(scenario, Compare) and scenario.repeats == "auto" and ranks > 1:
         # Each would stop by its own clock.
-        ranks = f"hardware.tensor_parallel={config.hardware.tensor_parallel}"
-        yield f"scenario.repeats=auto: goes with one rank only, not with {ranks}; give a number"
+        yield (
+            "scenario.repeats=auto: goes with one rank only, not with"
+            f" hardware.tensor_parallel={ranks}; give a number"
+        )
     if isinstance(scenario, Assumed):
         yield from scenario.mistakes()
+
+
+def _data(config: Config) -> Iterator[str]:
+    """Yield what a corpus lacks or does not have."""
+    data = config.data
+    corpus = CORPORA[data.name].facts
     if corpus.needs_path and not data.path:
         yield f"data.path=null: data={data.name} needs a file or folder, as in data.path=FOLDER"
     if corpus.tasks and data.task is None:
@@ -163,12 +168,16 @@ def _run(config: Config) -> Iterator[str]:  # noqa: C901
         )
         yield f"data.task={data.task}: {valid}{did_you_mean(data.task, corpus.tasks)}"
     yield from data.mistakes()
-    if not isinstance(scenario, Serve):
-        return
-    if scenario.replays and not getattr(data, "arrival", None):
+
+
+def _load(config: Config) -> Iterator[str]:
+    """Yield what is missing, or out of proportion, in the load of scenario=serve."""
+    scenario = config.scenario
+    assert isinstance(scenario, Serve)
+    if scenario.replays and not getattr(config.data, "arrival", None):
         yield (
-            f"scenario.replays={scenario.replays}: data={data.name} has no times of arrival; set"
-            " data.arrival=FIELD"
+            f"scenario.replays={scenario.replays}: data={config.data.name} has no times of arrival;"
+            " set data.arrival=FIELD"
         )
     if scenario.slo and not any(scenario.bounds.values()):
         yield (
@@ -184,10 +193,10 @@ def _run(config: Config) -> Iterator[str]:  # noqa: C901
         )
     hours = scenario.num_requests / min(scenario.rates, default=math.inf) / 3600
     if hours > MOST_HOURS:
-        requests = (
-            f"scenario.num_requests={scenario.num_requests} would arrive within {hours:,.1f} hours"
+        yield (
+            f"scenario.rates={scenario.rates}: scenario.num_requests={scenario.num_requests} would"
+            f" arrive within {hours:,.1f} hours; at most {MOST_HOURS}"
         )
-        yield f"scenario.rates={scenario.rates}: {requests}; at most {MOST_HOURS}"
 
 
 def _peer(config: Config) -> Iterator[str]:

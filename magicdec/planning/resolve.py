@@ -30,67 +30,43 @@ SERVED_CHUNK_ON = {"cpu": 256, "cuda": 2048}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def resolve(config: Config) -> Plan:  # noqa: C901
+def resolve(config: Config) -> Plan:
     """Return the plan of a run or a prediction. Raise UserError for mistakes that can be found
     without weights.
     """
     if config.engine.is_remote:
         return _remote(config)
-    predicts = config.scenario.predicts
-    device, dtype = (torch.device("meta"), torch.bfloat16) if predicts else _device(config)
+    if config.scenario.predicts:
+        return _predicted(config)
+    device, dtype = _device(config)
     config = replace(config, batch=batch_on(config, device))
-    if predicts:
-        config, target, draft = _models(config, loads=False)
-        if not config.scenario.searches:  # for drafts of its own
-            check_vocabulary(target.config, draft.config if draft else None)
-        check_length(config, target.config.max_position_embeddings)
-        return Plan(config, device, dtype, target, draft, config.hardware.name)
-    compile_obstacle = (
-        triton_obstacle() if device.type == "cuda" and config.hardware.compile else None
-    )
-    decided: dict[str, Any] = {"device": device.type, "dtype": str(dtype).removeprefix("torch.")}
-    if config.hardware.compile == "auto":
-        decided["compile"] = device.type == "cuda" and compile_obstacle is None
-    elif compile_obstacle:
-        raise UserError(
-            f"hardware.compile=true: Triton {compile_obstacle}; or set hardware.compile=false"
-        )
-    config = replace(config, hardware=replace(config.hardware, **decided))
+    config, uncompiled = _with_hardware(config, device, dtype)
     config, target, draft = _models(config, loads=True)
-    if draft is not None and not config.draft.listens:
-        from magicdec.models.vocabulary import check_vocabularies
-
-        check_vocabularies(target.config, draft.config, target.folder, draft.folder)
-    if config.draft.quantization != "none":
-        from magicdec.models import quantize
-
-        quantize.check(config.draft.quantization, device)
-    config.draft.check(target.config)
+    _check_draft(config, device, target, draft)
     if config.engine.name == "native":
         _check_modules(config, target, draft)
     _check_length(config, target, draft)
     target, draft = _divided(config, target, draft)
     if draft is not None:
         config = replace(config, draft=replace(config.draft, tensor_parallel=draft.num_ranks))
-    reasons = []
-    if config.engine.name == "native":
-        architectures = [model.config for model in (target, draft) if model is not None]
-        head_dims = [model.head_dim for model in architectures]
-        needs = {need for model in architectures for need in model.attention_needs}
-        backend, why = backends.choose(config.attention, device, dtype, head_dims, needs)
-        if config.hardware.cuda_graphs and not BACKENDS[backend].facts.captured:
-            how = "plans on the host, which no graph can capture; set hardware.cuda_graphs=false"
-            raise UserError(f"hardware.cuda_graphs=true: attention={backend} {how}")
-        config = replace(config, attention=backend)
-        reasons = [
-            why,
-            *([f"hardware.compile=false: Triton {compile_obstacle}"] if compile_obstacle else []),
-        ]
-    else:
+    name = _device_name(device)
+    if config.engine.name != "native":
         ENGINES[config.engine.name].work.check(config)
-    return Plan(
-        config, device, dtype, target, draft, _device_name(device), reasons="; ".join(reasons)
-    )
+        return Plan(config, device, dtype, target, draft, name)
+    config, why = _with_attention(config, device, dtype, target, draft)
+    reasons = "; ".join(filter(None, (why, uncompiled)))
+    return Plan(config, device, dtype, target, draft, name, reasons=reasons)
+
+
+def _predicted(config: Config) -> Plan:
+    """Return the plan of a prediction, which has no device."""
+    device = torch.device("meta")
+    config = replace(config, batch=batch_on(config, device))
+    config, target, draft = _models(config, loads=False)
+    if not config.scenario.searches:  # for drafts of its own
+        check_vocabulary(target.config, draft.config if draft else None)
+    check_length(config, target.config.max_position_embeddings)
+    return Plan(config, device, torch.bfloat16, target, draft, config.hardware.name)
 
 
 def _remote(config: Config) -> Plan:
@@ -198,6 +174,41 @@ def _device(config: Config) -> tuple[torch.device, torch.dtype]:
     return torch.device(name), DTYPES[dtype]
 
 
+def _with_hardware(config: Config, device: torch.device, dtype: torch.dtype) -> tuple[Config, str]:
+    """Return the configuration with its device, dtype and compilation decided, and why nothing is
+    compiled where that could be faster.
+    """
+    hardware = config.hardware
+    decided: dict[str, Any] = {"device": device.type, "dtype": str(dtype).removeprefix("torch.")}
+    obstacle = triton_obstacle() if device.type == "cuda" and hardware.compile else None
+    if hardware.compile == "auto":
+        decided["compile"] = device.type == "cuda" and obstacle is None
+    elif obstacle:
+        raise UserError(f"hardware.compile=true: Triton {obstacle}; or set hardware.compile=false")
+    reason = f"hardware.compile=false: Triton {obstacle}" if obstacle else ""
+    return replace(config, hardware=replace(hardware, **decided)), reason
+
+
+def _with_attention(
+    config: Config,
+    device: torch.device,
+    dtype: torch.dtype,
+    target: PlannedModel,
+    draft: PlannedModel | None,
+) -> tuple[Config, str]:
+    """Return the configuration with its attention backend decided, and why it is this one."""
+    architectures = [model.config for model in (target, draft) if model is not None]
+    head_dims = [model.head_dim for model in architectures]
+    needs = {need for model in architectures for need in model.attention_needs}
+    backend, why = backends.choose(config.attention, device, dtype, head_dims, needs)
+    if config.hardware.cuda_graphs and not BACKENDS[backend].facts.captured:
+        raise UserError(
+            f"hardware.cuda_graphs=true: attention={backend} plans on the host, which no graph can"
+            " capture; set hardware.cuda_graphs=false"
+        )
+    return replace(config, attention=backend), why
+
+
 def _device_name(device: torch.device) -> str:
     """Return the name of the device; for a CPU, with the number of threads."""
     if device.type == "cuda":
@@ -221,6 +232,23 @@ def _divided(
     for key, cache in config.budgeted.items():
         cache.check(drafter.config, drafters, config.draft.shares_target and key == "cache", key)
     return target, draft
+
+
+def _check_draft(
+    config: Config, device: torch.device, target: PlannedModel, draft: PlannedModel | None
+) -> None:
+    """Raise UserError for a draft that does not go with the target, the device or its own
+    options.
+    """
+    if draft is not None and not config.draft.listens:
+        from magicdec.models.vocabulary import check_vocabularies
+
+        check_vocabularies(target.config, draft.config, target.folder, draft.folder)
+    if config.draft.quantization != "none":
+        from magicdec.models import quantize
+
+        quantize.check(config.draft.quantization, device)
+    config.draft.check(target.config)
 
 
 def _check_modules(config: Config, target: PlannedModel, draft: PlannedModel | None) -> None:
