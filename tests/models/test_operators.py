@@ -51,6 +51,23 @@ def test_matmul(ops, rows, dtypes):
         assert_close(ops.matmul(x, weight, bias), right, dtype)
 
 
+@torch.inference_mode()
+def test_many_rows_in_bf16_are_multiplied_in_fp32_where_the_processor_has_no_bf16(ops, monkeypatch):
+    """PyTorch's own way there takes several times as long."""
+    x, weight = random(200, 64, dtype=torch.bfloat16), random(70, 64, dtype=torch.bfloat16) / 8
+    bias = random(70, dtype=torch.bfloat16)
+    right = (x.double() @ weight.double().T + bias.double()).bfloat16()
+    monkeypatch.setattr("magicdec.models.operators.multiplies_bfloat16", lambda: False)
+    multiplied, linear = [], torch.ops.mkldnn._linear_pointwise
+    monkeypatch.setattr(
+        torch.ops.mkldnn,
+        "_linear_pointwise",
+        lambda *given: multiplied.append(given[0].dtype) or linear(*given),
+    )
+    assert_close(ops.matmul(x, weight, bias), right, torch.bfloat16)
+    assert multiplied == [torch.float32]
+
+
 @pytest.mark.parametrize("dtypes", DTYPES)
 @torch.inference_mode()
 def test_a_row_of_a_matmul_depends_neither_on_the_others_nor_on_threads(ops, dtypes):
