@@ -232,7 +232,16 @@ def _nvml(device: torch.device) -> tuple[Any, Any] | None:
 
 
 def cpu_name() -> str:
-    """Return the processor's name."""
+    """Return the processor's name and the widest instructions that PyTorch's kernels use, by which
+    machines of one name differ.
+    """
+    instructions = torch.backends.cpu.get_cpu_capability()
+    return (
+        f"{_model_name()} with {instructions}" if instructions.startswith("AVX") else _model_name()
+    )
+
+
+def _model_name() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         for line in cpuinfo.read_text().splitlines():

@@ -6,6 +6,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from magicdec.measure import system
 
@@ -71,3 +72,16 @@ def test_gpus_and_one_that_refuses(monkeypatch):
     assert {key: value for key, value in row.items() if "gpu" in key} == {
         f"system/gpu.0.{name}": value for name, value in expected.items()
     }
+
+
+@pytest.mark.parametrize(
+    ("instructions", "end"), [("AVX2", " with AVX2"), ("AVX512", " with AVX512"), ("NO AVX", "")]
+)
+def test_processors_of_one_name_are_told_apart_by_their_instructions(
+    monkeypatch, instructions, end
+):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: instructions)
+    name = system.cpu_name().removesuffix(end)
+    assert name
+    assert system.cpu_name() == f"{name}{end}"
+    assert "AVX" not in name
