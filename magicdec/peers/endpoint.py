@@ -4,7 +4,7 @@ chunks.
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -61,10 +61,10 @@ class Dialect:
             extra["return_token_ids"] = True
         if self.bypasses_cache:
             extra |= {"cache_salt": uuid4().hex, "cache_prompt": False}
+        # The client would look at each token of the prompt, and meanwhile receive nothing.
+        extra["prompt"] = request.prompt if self.ids else _text_of(request.prompt, tokenizer)
         body: dict[str, Any] = {
-            "prompt": request.prompt if self.ids else _text_of(request.prompt, tokenizer)
-        }
-        body |= {
+            "prompt": None,
             "max_tokens": params.max_tokens,
             "temperature": sampling.temperature,
             "stream": True,
@@ -120,8 +120,9 @@ class Endpoint:
         self.address, self._tokenizer = address, tokenizer
         self._dialect = DIALECTS[0]
         timeout = openai.Timeout(address.time_limit_s, connect=min(CONNECT_S, address.time_limit_s))
-        # A redirect may lead to another host, and a proxy too.
-        self._http = openai.DefaultAsyncHttpxClient(
+        # aiohttp reads streams in C: a client that is slower would soon be what it measures. A
+        # redirect may lead to another host, and a proxy too.
+        self._http = openai.DefaultAioHttpClient(
             follow_redirects=False,
             trust_env=address.proxied,
             timeout=timeout,
@@ -268,7 +269,8 @@ def read_counters(text: str) -> Counts:
 
 def described(error: BaseException, time_limit_s: float) -> str:
     """Return in one line why a request has failed."""
-    if isinstance(error, TimeoutError | openai.APITimeoutError):
+    causes = [*_causes(error)]
+    if any(isinstance(cause, TimeoutError) for cause in causes):
         return f"no answer within engine.time_limit_s={time_limit_s:g} seconds"
     words = f": {words_of(error.body)}" if isinstance(error, openai.APIError) and error.body else ""
     if isinstance(error, openai.AuthenticationError | openai.PermissionDeniedError):
@@ -278,5 +280,14 @@ def described(error: BaseException, time_limit_s: float) -> str:
     if isinstance(error, openai.APIStatusError):
         return f"status {error.status_code}{words}"
     if isinstance(error, openai.APIConnectionError):
-        return f"no connection ({in_brief(str(error.__cause__ or error))})"
+        return f"no connection ({in_brief(str(causes[-1]))})"
     return in_brief(str(error)) or type(error).__name__
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error, and what it was raised from: the client says "timed out" of a connection that
+    was closed, too.
+    """
+    while error is not None:
+        yield error
+        error = error.__cause__

@@ -67,7 +67,7 @@ class OpenaiServer(Servable):
     def check(cls, config: Config) -> None:
         engine = config.engine
         assert isinstance(engine, OpenaiEngine)
-        if importlib.util.find_spec("openai") is None:
+        if not all(map(importlib.util.find_spec, ("openai", "aiohttp"))):
             raise UserError(f"engine=openai needs OpenAI's client: {INSTALL}")
         if engine.url is None:
             raise UserError(

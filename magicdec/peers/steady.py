@@ -18,7 +18,7 @@ from magicdec.measure.intervals import MIN_REPEATS, Estimate
 from magicdec.peers.answer import EndpointRequest
 from magicdec.peers.base import Counts
 from magicdec.peers.endpoint import Endpoint
-from magicdec.serving.load_generator import Load, RequestSpec, under_load
+from magicdec.serving.load_generator import Lateness, Load, RequestSpec, under_load
 from magicdec.serving.request import Params
 
 MIN_ROUNDS = 8  # of each request, within the window
@@ -71,7 +71,9 @@ async def steady(
         ]
         level = Load("concurrency", len(jobs))
         before = await endpoint.counters()
-        answers, _ = await under_load(endpoint, jobs, level, 0)
+        async with Lateness() as lateness:
+            answers, _ = await under_load(endpoint, jobs, level, 0)
+        lateness.check(answers, f"{len(jobs)} x {len(jobs[0].prompt):,} tokens")
         requests = cast(list[EndpointRequest], answers)
         for request in requests:
             if request.error is not None:

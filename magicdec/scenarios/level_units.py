@@ -60,6 +60,7 @@ class LevelUnit:
     requests: list[ServedRequest]
     facts: Mapping[str, Any]  # metrics that are not of requests: memory, the name of a server
     reported: Counts | None = None  # by a server's own counters meanwhile; None: it has none
+    client_late_ms: float | None = None  # of the client's own event loop; None: our engine
 
     @property
     def answered(self) -> list[ServedRequest]:

@@ -35,7 +35,13 @@ from magicdec.scenarios.levels import (
 from magicdec.scenarios.outcome import Outcome
 from magicdec.scenarios.outputs import Outputs
 from magicdec.scenarios.peer import load
-from magicdec.serving.load_generator import Load, LoadSearch, RequestSpec, under_load
+from magicdec.serving.load_generator import (
+    Lateness,
+    Load,
+    LoadSearch,
+    RequestSpec,
+    under_load,
+)
 from magicdec.tracking.progress import Progress
 from magicdec.tracking.store import Run
 from magicdec.units import WAYS
@@ -81,14 +87,16 @@ class Measurement:
         before = await endpoint.counters()
         with self.progress.task(f"{way}, {load}", total=len(self.jobs)) as task:
             seed = self.plan.config.data.seed
-            answers, seconds = await under_load(endpoint, self.jobs, load, seed, task.advance)
+            async with Lateness() as lateness:
+                answers, seconds = await under_load(endpoint, self.jobs, load, seed, task.advance)
+        lateness.check(answers, f"{way}, {load}")
         after = await endpoint.counters()
         requests = [
             _kept(answer, endpoint.address) for answer in cast(list[EndpointRequest], answers)
         ]
         reported = after - before if after.rounds else None
         facts = {SERVED: f"{endpoint.model} at {endpoint.address.url}, prompts as {endpoint.takes}"}
-        unit = LevelUnit(load, way, seconds, requests, facts, reported)
+        unit = LevelUnit(load, way, seconds, requests, facts, reported, lateness.ms)
         _check_answers(unit, endpoint.address)
         return unit
 
@@ -117,6 +125,8 @@ class Measurement:
                 result |= by_category(categories, partial(_acceptance, kept["speculative"]))
         for way, unit in ways.items():
             result |= {f"{way}/{name}": value for name, value in _failures(unit).items()}
+            if unit.client_late_ms is not None:
+                result[f"{way}/client_late_ms"] = unit.client_late_ms
         if "speculative" in ways:
             counts, source = _reported_acceptance(ways["speculative"])
             gamma = counts.proposed // counts.rounds if counts.rounds else 0

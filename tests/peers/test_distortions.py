@@ -1,9 +1,18 @@
 """What distorts the figures of load tests, and does not distort ours."""
 
+import asyncio
+import sys
+from collections import Counter
+from time import sleep
+
 import pytest
 
 from magicdec.config.load import compose
+from magicdec.peers.answer import EndpointRequest, Event
+from magicdec.peers.base import Address
+from magicdec.peers.endpoint import Endpoint
 from magicdec.scenarios import Job, run
+from magicdec.serving.request import Params
 from tests.peers.stand_in import RAMP, standing_in
 from tests.peers.test_openai import served
 from tests.tracking.sample import lines
@@ -84,3 +93,41 @@ def test_the_time_until_a_request_is_sent_again_is_no_latency(tmp_path, capsys):
     assert result["autoregressive/request_latency_ms_p50"] < 250
     assert result["autoregressive/wall_s"] > 0.9
     assert "3 of 3 requests were sent again" in capsys.readouterr().err
+
+
+def test_a_client_that_is_late_itself_says_so(tmp_path, capsys, monkeypatch):
+    """It takes longer over an event than the server waits between two."""
+    with standing_in(chunk_s=CHUNK_S) as (_, url):
+        in_time = served(tmp_path, url, *ONE)
+        take = EndpointRequest.take
+
+        def slowly(request: EndpointRequest, event: Event) -> None:
+            take(request, event)
+            sleep(3 * CHUNK_S)
+
+        monkeypatch.setattr(EndpointRequest, "take", slowly)
+        capsys.readouterr()
+        late = served(tmp_path, url, *ONE, "data.seed=1")
+    said = capsys.readouterr().err
+    assert "autoregressive, concurrency 1: this client was late by" in said
+    assert in_time["autoregressive/client_late_ms"] < late["autoregressive/client_late_ms"]
+    assert late["autoregressive/client_late_ms"] > 1e3 * CHUNK_S
+
+
+def test_to_send_a_long_prompt_takes_no_longer_than_a_short_one():
+    """Nothing looks at each of its tokens, while the chunks of other requests wait."""
+
+    async def calls(length: int) -> int:
+        """Return how many functions are called, those of the parser of answers included."""
+        counts = Counter[str]()
+        async with Endpoint(Address("a server", url, "stand-in"), None) as endpoint:
+            sys.setprofile(lambda _, event, __: counts.update((event,)))
+            request = EndpointRequest([1] * length, Params(1))
+            await endpoint.receive(request)
+            sys.setprofile(None)
+        assert request.error is None
+        return counts["call"]
+
+    with standing_in() as (_, url):
+        few, many = (asyncio.run(calls(length)) for length in (10, 5000))
+    assert many < few + 1000
