@@ -8,7 +8,7 @@ import torch.distributed as dist
 from magicdec.decoding.timers import Stopwatch
 from magicdec.engine.graphs import Captures, Step
 from magicdec.measure.memory_use import available_bytes
-from magicdec.models.operators import matmul_of_many
+from magicdec.models.operators import matmul_of_many, multiplies_bfloat16
 from magicdec.models.parallel import share
 
 REPEATS = 5  # the fastest counts: a disturbance only makes one slower
@@ -22,8 +22,10 @@ def matmul_rate(
     device: torch.device, dtype: torch.dtype, size: int | None = None, repeats: int = REPEATS
 ) -> float:
     """Return the FLOPs per second of a square matmul of random numbers: equal ones would save a GPU
-    power.
+    power. A CPU without bfloat16 multiplies in float32.
     """
+    is_emulated = device.type == "cpu" and dtype == torch.bfloat16 and not multiplies_bfloat16()
+    dtype = torch.float32 if is_emulated else dtype
     if size is None:
         size = MATMUL_ON[device.type]
         size = size if 3 * size**2 * dtype.itemsize <= _room(device) else SMALL_MATMUL

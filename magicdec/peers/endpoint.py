@@ -4,7 +4,7 @@ chunks.
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -51,8 +51,10 @@ class Dialect:
     returns_ids: bool
     bypasses_cache: bool  # of prefixes, by the fields of vLLM and SGLang, and of llama.cpp
 
-    def body(self, request: EndpointRequest, tokenizer: Any) -> dict[str, Any]:
-        """Return the arguments of the client's `completions.create`."""
+    def body(self, request: EndpointRequest, prompt: Sequence[int] | str) -> dict[str, Any]:
+        """Return the arguments of the client's `completions.create`; `prompt` has the form that the
+        server takes.
+        """
         params, sampling = request.params, request.params.sampling
         extra: dict[str, Any] = (
             {"ignore_eos": True} if self.ignores_eos and params.sampling.ignore_eos else {}
@@ -62,7 +64,7 @@ class Dialect:
         if self.bypasses_cache:
             extra |= {"cache_salt": uuid4().hex, "cache_prompt": False}
         # The client would look at each token of the prompt, and meanwhile receive nothing.
-        extra["prompt"] = request.prompt if self.ids else _text_of(request.prompt, tokenizer)
+        extra["prompt"] = prompt
         body: dict[str, Any] = {
             "prompt": None,
             "max_tokens": params.max_tokens,
@@ -77,7 +79,7 @@ class Dialect:
         return body | {"extra_body": extra}
 
 
-def _text_of(prompt: list[int], tokenizer: Any) -> str:
+def text_of(prompt: list[int], tokenizer: Any) -> str:
     """Return a prompt as text, without the prefix, which the server's own tokenizer adds."""
     prefix = prefix_of(tokenizer)
     has_prefix = tuple(prompt[: len(prefix)]) == prefix
@@ -119,6 +121,7 @@ class Endpoint:
     def __init__(self, address: Address, tokenizer: Any):
         self.address, self._tokenizer = address, tokenizer
         self._dialect = DIALECTS[0]
+        self._texts: dict[tuple[int, ...], str] = {}  # of prompts
         timeout = openai.Timeout(address.time_limit_s, connect=min(CONNECT_S, address.time_limit_s))
         # aiohttp reads streams in C: a client that is slower would soon be what it measures. A
         # redirect may lead to another host, and a proxy too.
@@ -198,12 +201,28 @@ class Endpoint:
         """Return the answer to a prompt, which is sent once the answer is waited for."""
         return EndpointAnswer(self, EndpointRequest(prompt, params))
 
+    def prepare(self, prompts: Iterable[Sequence[int]]) -> None:
+        """Bring prompts into the form that the server takes. To decode long ones takes a while, in
+        which no chunk would be received.
+        """
+        for prompt in prompts:
+            self._in_its_form(prompt)
+
+    def _in_its_form(self, prompt: Sequence[int]) -> Sequence[int] | str:
+        """Return a prompt as token ids, or as text, which is decoded once."""
+        if self._dialect.ids:
+            return prompt
+        key = tuple(prompt)
+        if key not in self._texts:
+            self._texts[key] = text_of(list(prompt), self._tokenizer)
+        return self._texts[key]
+
     async def receive(self, request: EndpointRequest) -> None:
         """Send a request and wait for its end."""
         SENT.set(request)
         try:
             async with asyncio.timeout(self.address.time_limit_s):
-                body = self._dialect.body(request, self._tokenizer)
+                body = self._dialect.body(request, self._in_its_form(request.prompt))
                 create = self._client.completions.with_streaming_response.create
                 is_done = False
                 async with create(model=self.model, **body) as response:

@@ -65,6 +65,7 @@ async def steady(
 
     Raise EndpointFailed if a request fails.
     """
+    endpoint.prepare(prompts)
     for max_tokens in (params.max_tokens, LONGER * params.max_tokens):
         jobs = [
             RequestSpec(list(prompt), Params(max_tokens, params.sampling)) for prompt in prompts

@@ -84,6 +84,7 @@ class Measurement:
         await endpoint.receive(request)
         if request.error is not None:
             raise endpoint.failure(request.error)
+        endpoint.prepare(job.prompt for job in self.jobs)
         before = await endpoint.counters()
         with self.progress.task(f"{way}, {load}", total=len(self.jobs)) as task:
             seed = self.plan.config.data.seed

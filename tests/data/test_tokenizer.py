@@ -14,9 +14,7 @@ from magicdec import data
 from magicdec.data.base import PromptRequest
 from magicdec.data.prompts import encode
 from magicdec.data.tokenizer import encode_prompt, load_tokenizer, prefix_of
-from magicdec.peers.answer import EndpointRequest
-from magicdec.peers.endpoint import DIALECTS
-from magicdec.serving.request import Params
+from magicdec.peers.endpoint import text_of
 
 TEMPLATE = "{{ bos_token }}{% for one in messages %}{{ one.role }}: {{ one.content }}{% endfor %}"
 FORMS = {"none": "$A", "one": "<s> $A", "two": "[g] <s> $A", "both ends": "<s> $A </s>"}
@@ -77,9 +75,8 @@ def test_a_prompt_that_has_been_through_the_template_is_the_chat(tmp_path):
 
 def test_a_server_that_takes_text_adds_its_own_prefix(tokenizer):
     prompt = [*prefix_of(tokenizer), *tokenizer.encode("user: hi", add_special_tokens=False)]
-    text_dialect = next(dialect for dialect in DIALECTS if not dialect.ids)
-    assert text_dialect.body(EndpointRequest(prompt, Params()), tokenizer)["prompt"] == "user: hi"
-    assert text_dialect.body(EndpointRequest(prompt[-3:], Params()), tokenizer)["prompt"] == " hi"
+    assert text_of(prompt, tokenizer) == "user: hi"
+    assert text_of(prompt[-3:], tokenizer) == " hi"
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "mistral", "unheard_of"])

@@ -8,6 +8,7 @@ from time import sleep
 import pytest
 
 from magicdec.config.load import compose
+from magicdec.peers import endpoint
 from magicdec.peers.answer import EndpointRequest, Event
 from magicdec.peers.base import Address
 from magicdec.peers.endpoint import Endpoint
@@ -120,10 +121,10 @@ def test_to_send_a_long_prompt_takes_no_longer_than_a_short_one():
     async def calls(length: int) -> int:
         """Return how many functions are called, those of the parser of answers included."""
         counts = Counter[str]()
-        async with Endpoint(Address("a server", url, "stand-in"), None) as endpoint:
+        async with Endpoint(Address("a server", url, "stand-in"), None) as server:
             sys.setprofile(lambda _, event, __: counts.update((event,)))
             request = EndpointRequest([1] * length, Params(1))
-            await endpoint.receive(request)
+            await server.receive(request)
             sys.setprofile(None)
         assert request.error is None
         return counts["call"]
@@ -131,3 +132,18 @@ def test_to_send_a_long_prompt_takes_no_longer_than_a_short_one():
     with standing_in() as (_, url):
         few, many = (asyncio.run(calls(length)) for length in (10, 5000))
     assert many < few + 1000
+
+
+def test_no_prompt_is_decoded_while_others_are_answered(tmp_path, monkeypatch):
+    """By a client of a server that takes text."""
+    events, note_sent, text_of = [], EndpointRequest.note_sent, endpoint.text_of
+    monkeypatch.setattr(
+        endpoint, "text_of", lambda *given: events.append("text") or text_of(*given)
+    )
+    monkeypatch.setattr(
+        EndpointRequest, "note_sent", lambda self: events.append("sent") or note_sent(self)
+    )
+    with standing_in(takes_ids=False) as (_, url):
+        served(tmp_path, url)
+    assert events.count("text") >= 6
+    assert events[-6:] == ["sent"] * 6
