@@ -62,8 +62,8 @@ class Load:
 
 
 class Lateness:
-    """How late this client is: by how much its event loop misses a time, and so receives a chunk,
-    on average. An asynchronous context manager.
+    """The lateness of this client, as an asynchronous context manager: by how much its event loop
+    misses a time, and so receives a chunk, on average.
     """
 
     def __init__(self) -> None:
