@@ -18,7 +18,8 @@ from magicdec.measure.intervals import MIN_REPEATS, Estimate
 from magicdec.peers.answer import EndpointRequest
 from magicdec.peers.base import Counts
 from magicdec.peers.endpoint import Endpoint
-from magicdec.serving.load_generator import Lateness, Load, RequestSpec, under_load
+from magicdec.peers.lateness import Lateness
+from magicdec.serving.load_generator import Load, RequestSpec, under_load
 from magicdec.serving.request import Params
 
 MIN_ROUNDS = 8  # of each request, within the window

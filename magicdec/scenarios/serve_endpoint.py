@@ -21,6 +21,7 @@ from magicdec.measure.metrics import Metrics, by_category, short_acceptance
 from magicdec.peers.answer import EndpointFailed, EndpointRequest
 from magicdec.peers.base import Address, Counts, Servable
 from magicdec.peers.endpoint import Endpoint, described
+from magicdec.peers.lateness import Lateness
 from magicdec.planning import build
 from magicdec.planning.resolved import Plan
 from magicdec.scenarios.level_units import LevelUnit, LevelUnits, ServedRequest
@@ -35,13 +36,7 @@ from magicdec.scenarios.levels import (
 from magicdec.scenarios.outcome import Outcome
 from magicdec.scenarios.outputs import Outputs
 from magicdec.scenarios.peer import load
-from magicdec.serving.load_generator import (
-    Lateness,
-    Load,
-    LoadSearch,
-    RequestSpec,
-    under_load,
-)
+from magicdec.serving.load_generator import Load, LoadSearch, RequestSpec, under_load
 from magicdec.tracking.progress import Progress
 from magicdec.tracking.store import Run
 from magicdec.units import WAYS

@@ -17,15 +17,10 @@ import numpy as np
 from typing_extensions import override
 
 from magicdec.config.schema import Serve
-from magicdec.errors import to_stderr
 from magicdec.serving.request import Params, Request, Stats
 
 PERCENTILES = (50, 90, 99)
 NEAR = 1.1  # rates whose ratio is at most this are not told apart
-BEAT_S = 0.01  # between two looks at the clock
-# A client is late by more than this share of the time from one chunk to the next, and than the
-# resolution of timers.
-LATE, LEAST_LATE_MS = 0.25, 1.0
 LOWEST_RATE = 1 / 64  # requests per second, below which no rate is tried
 
 
@@ -59,42 +54,6 @@ class Load:
             "replay": "the trace at {:g}x",
         }
         return words[self.kind].format(self.value)
-
-
-class Lateness:
-    """The lateness of this client, as an asynchronous context manager: by how much its event loop
-    misses a time, and so receives a chunk, on average.
-    """
-
-    def __init__(self) -> None:
-        self._delays_s: list[float] = []
-
-    async def __aenter__(self) -> "Lateness":
-        self._task = asyncio.create_task(self._keep_time())
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._task.cancel()
-
-    async def _keep_time(self) -> None:
-        while True:
-            begin = perf_counter()
-            await asyncio.sleep(BEAT_S)
-            self._delays_s.append(perf_counter() - begin - BEAT_S)
-
-    @property
-    def ms(self) -> float:
-        """Return the milliseconds."""
-        return 1e3 * fmean(self._delays_s) if self._delays_s else 0.0
-
-    def check(self, requests: Sequence[Request], where: str) -> None:
-        """Warn where chunks wait for the client for much of the time from one to the next."""
-        waits_s = [wait_s for request in requests for wait_s in request.stats.inter_chunk_s]
-        if waits_s and self.ms > max(LEAST_LATE_MS, LATE * 1e3 * fmean(waits_s)):
-            to_stderr(
-                f"warning: {where}: this client was late by {self.ms:.1f} ms on average, and so are"
-                " its times: it, or its machine, is too busy; send less load"
-            )
 
 
 class Answering(Protocol):
