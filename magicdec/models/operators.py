@@ -187,7 +187,8 @@ def operators_for(backend: type[Attention]) -> Operators:
 @cache
 def multiplies_bfloat16() -> bool:
     """Return whether oneDNN multiplies in bfloat16 on this processor, as with AVX-512."""
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    is_built = torch.backends.mkldnn.is_available()
+    return is_built and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def matmul_of_many(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
