@@ -84,6 +84,8 @@ class Pass(NamedTuple):
     activation_bytes: float = BF16
     # Of the head's weights, which are never quantized; None: as activations.
     head_bytes: float | None = None
+    # Of a row's query tokens, those whose logits are computed; None: all.
+    logit_tokens: float | None = None
     chooses: bool = True  # whether the choice of tokens from the logits belongs to it
     splits: bool = True  # attention is split over the cached tokens where rows leave SMs idle
     routing: Routing = UNIFORM  # of tokens to experts
@@ -153,7 +155,11 @@ def operators(forward: Pass, hardware: Hardware) -> list[Operator]:
     hidden, activation = model.hidden_size, forward.activation_bytes
     vocabulary = ceil(model.num_logits / (forward.ranks if hardware.stack.sharded_head else 1))
     head_bytes = forward.head_bytes or activation
-    head = _matmul(Matrices("head", 1, hidden, vocabulary, stored_bytes=head_bytes), forward)
+    tokens = forward.query_tokens if forward.logit_tokens is None else forward.logit_tokens
+    head = _matmul(
+        Matrices("head", 1, hidden, vocabulary, stored_bytes=head_bytes),
+        forward._replace(query_tokens=tokens),
+    )
     passes = hardware.stack.logit_passes if forward.chooses else 0
 
     def elementwise(name: str, number: int, elements_per_row: float) -> Operator:

@@ -375,6 +375,7 @@ def prefill_s(setup: Setup, model: ModelConfig, ranks: int, prompt_len: int) -> 
             size,
             size,
             setup.weight_bytes,
+            logit_tokens=1,  # the last, which the first new token follows
             chooses=False,
             routing=setup.routing,
         )

@@ -84,7 +84,10 @@ def _prefill(setup: Setup, plan: Plan) -> float:
     chunk = int(plan.config.batch.prefill_chunk)
     passes = (
         setup.target_pass._replace(
-            query_tokens=min(chunk, length - start), cached_tokens=start, chooses=False
+            query_tokens=min(chunk, length - start),
+            cached_tokens=start,
+            logit_tokens=1,
+            chooses=False,
         )
         for start in range(0, length, chunk)
     )

@@ -8,7 +8,7 @@ from magicdec.config.registry import POLICIES
 from magicdec.costmodel.hardware import configured, hardware_named
 from magicdec.costmodel.memory_estimate import memory
 from magicdec.costmodel.roofline import BF16, Pass, step_time
-from magicdec.costmodel.round import CODE_ROWS, Setup, round_times
+from magicdec.costmodel.round import CODE_ROWS, Setup, prefill_s, round_times
 from magicdec.drafts.hierarchical import Hierarchical
 from magicdec.drafts.layer_skip import LayerSkip
 from magicdec.drafts.model import IndependentModel
@@ -35,6 +35,14 @@ def test_the_parts_of_a_round_add_up(setup):
     assert times.round_s == pytest.approx(parts)
     assert times.overhead.total == pytest.approx(700e-6)
     assert times.target.total < times.verify.total < 1.5 * times.target.total
+
+
+def test_a_prefill_computes_the_logits_of_its_last_token_alone(setup):
+    at = setup(count=1)
+    small, large = (replace(at.target, vocab_size=size) for size in (1_000, 128_000))
+    added = prefill_s(at, large, 1, 2_000) - prefill_s(at, small, 1, 2_000)
+    reading = 127_000 * at.target.hidden_size * BF16 / at.hardware.bandwidth
+    assert added == pytest.approx(reading, rel=0.01)
 
 
 def test_a_step_of_modules_is_a_layer_behind_a_matrix(setup):
