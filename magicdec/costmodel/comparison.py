@@ -10,6 +10,7 @@ from magicdec.config.omega import omega
 from magicdec.config.schema import Efficiency
 from magicdec.costmodel.acceptance import Curves
 from magicdec.costmodel.acceptance import published as published_points
+from magicdec.costmodel.kernel_costs import KernelCosts
 from magicdec.costmodel.prediction import predict, verdict
 from magicdec.costmodel.round import Setup, prefill_s, round_times
 from magicdec.costmodel.tables import Row, first_version, read_table
@@ -80,7 +81,8 @@ def limit_metrics(setup: Setup, gamma: int, measured: Mapping[str, Any]) -> dict
     The limit is the sum over operators of the larger of bytes over bandwidth and FLOPs over the
     rate of matmuls.
     """
-    ideal = setup.at(hardware=replace(setup.hardware, efficiency=PERFECT))
+    perfect = replace(setup.hardware, efficiency=PERFECT, kernels=KernelCosts())
+    ideal = setup.at(hardware=perfect)
     steps = round_times(ideal, gamma).steps(ideal.cache)
     times_ms = {
         step: (1e3 * time.total, measured.get(f"time/{step}_ms")) for step, time in steps.items()

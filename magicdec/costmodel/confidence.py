@@ -90,9 +90,8 @@ def confidence(
 def case_of(setup: Setup) -> Case:
     """Return the case of a setup. What was not measured on its GPU is not calibrated either."""
     machine = setup.hardware
-    is_its_own = machine.shares is None and machine.note.startswith("calibrated")
     is_measured = machine.kernels.knows(setup.work)
-    return Case(is_its_own and is_measured, setup.draft.name, setup.batch)
+    return Case(machine.is_calibrated and is_measured, setup.draft.name, setup.batch)
 
 
 @cache

@@ -102,6 +102,7 @@ class Hardware:
     efficiency: Efficiency
     stack: Stack
     note: str = ""
+    is_calibrated: bool = False  # on this machine, with this software
     kernels: KernelCosts = field(default_factory=KernelCosts)
     # Of published tables, for software that has the matmuls of engines.
     shares: Shares | None = None
@@ -180,18 +181,27 @@ def configured(
     kernels = measured.kernels if measured else KernelCosts()
     if efficiency is not None:  # as it was measured
         note, used = "calibrated by its configuration", stack_named(stack or OWN_STACK)
-        return Hardware(name, device, count, efficiency, used, note, kernels)
+        return Hardware(name, device, count, efficiency, used, note, True, kernels)
     source = CPU if name == CPU and CPU in _calibrations() else _most_similar(device)
     calibration = _calibrations()[source]
     achieved, note = _lent(calibration, source, device)
     used = stack_named(stack or calibration.stack)
     shares = None
+    is_calibrated = source == device.name and used.name == calibration.stack
     if used.layer_us is not None:
+        if source == CPU:
+            of_any = ", ".join(stack.name for stack in STACKS.values() if stack.layer_us is None)
+            raise UserError(
+                f"scenario.stack={used.name}: its matmuls are known of GPUs alone; with"
+                f" hardware={CPU} choose one of {of_any}, or null"
+            )
         shares = shares_of(base.name, base.ridge / device.ridge) if listed else None
         shares = shares or shares_of(source, DEVICES[source].ridge / device.ridge)
         achieved = replace(achieved, layer_overhead_us=used.layer_us, round_overhead_us=0.0)
         note += f"; matmuls and launches of {used.name}"
-    return Hardware(name, device, count, achieved, used, note, kernels, shares)
+    elif used.name != calibration.stack:
+        note += f" with {calibration.stack}, not {used.name}"
+    return Hardware(name, device, count, achieved, used, note, is_calibrated, kernels, shares)
 
 
 def _changed(

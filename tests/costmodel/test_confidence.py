@@ -4,7 +4,7 @@ from math import log
 
 import pytest
 
-from magicdec.costmodel.confidence import Case, Error, confidence
+from magicdec.costmodel.confidence import Case, Error, case_of, confidence
 from magicdec.costmodel.hardware import configured
 from magicdec.costmodel.prediction import predict, verdict
 
@@ -60,6 +60,25 @@ def test_the_verdict_says_how_sure_it_is(setup):
         assert metrics["predicted/speedup"] < metrics["predicted/speedup_high"]
         assert f"({sure})" in verdict(prediction)
     assert predict(setup(), (3,)).confidence is None, "no alpha"
+
+
+@pytest.mark.parametrize(
+    ("name", "stack", "is_calibrated"),
+    [
+        ("h200", None, True),
+        ("h200", "magicdec", True),
+        ("h200", "llama.cpp", False),
+        ("h100", None, True),
+        ("h100", "magicdec", False),
+        ("h100", "vllm", False),
+        ("l40", None, False),
+    ],
+)
+def test_a_machine_is_calibrated_with_the_software_that_was_measured_there(
+    setup, name, stack, is_calibrated
+):
+    at = setup().at(hardware=configured(name, stack=stack))
+    assert case_of(at).is_calibrated is is_calibrated
 
 
 def test_work_that_was_not_measured_is_as_uncertain_as_other_software(setup):

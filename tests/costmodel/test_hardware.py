@@ -147,6 +147,13 @@ def test_a_device_without_a_datasheet_needs_its_figures():
     assert all(hardware.configured(name) for name in offered)
 
 
+@pytest.mark.parametrize("stack", ["vllm", "sglang"])
+def test_engines_whose_matmuls_are_of_gpus_are_not_predicted_on_a_cpu(stack):
+    message = f"scenario.stack={stack}: .* choose one of magicdec, .*llama.cpp, mlx, or null"
+    with pytest.raises(UserError, match=message):
+        hardware.configured("cpu", bandwidth_gbs=30, tflops=0.15, stack=stack)
+
+
 def test_any_cpu_takes_the_calibration_for_cpus_and_no_gpu_does(tmp_path, monkeypatch):
     for file in hardware.CALIBRATED.glob("*x*.yaml"):
         (tmp_path / file.name).write_text(file.read_text())

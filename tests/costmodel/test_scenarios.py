@@ -3,6 +3,7 @@
 import io
 import json
 import re
+from dataclasses import replace
 from tempfile import TemporaryDirectory
 
 import pytest
@@ -15,6 +16,7 @@ from magicdec.config.load import compose
 from magicdec.costmodel.acceptance import Curves, published
 from magicdec.costmodel.comparison import limit_metrics, predicted_metrics, warning
 from magicdec.costmodel.comparison import published as published_values
+from magicdec.costmodel.kernel_costs import KernelCosts
 from magicdec.costmodel.prediction import predict
 from magicdec.costmodel.round import round_times
 from magicdec.errors import UserError
@@ -372,6 +374,16 @@ def test_a_step_is_compared_with_its_limit(setup):
         "time/draft_ms": None,
     }
     assert limit_metrics(at, 3, measured) == {"limit/target_decode": pytest.approx(0.5, rel=0.02)}
+
+
+@pytest.mark.parametrize("policy", ["quest", "topk", "quantized", "verify_guided"])
+def test_a_limit_knows_no_slow_kernels(setup, policy):
+    """The H200's kernels take up to 15 times as long as their bytes; an H100's are not measured."""
+    steps = {"time/draft_ms": 1.0, "time/verify_ms": 1.0}
+    h200 = setup(hardware="h200", policy=policy)
+    unmeasured = replace(h200.hardware, kernels=KernelCosts())
+    assert h200.factor(next(iter(h200.work))) > 1
+    assert limit_metrics(h200, 3, steps) == limit_metrics(h200.at(hardware=unmeasured), 3, steps)
 
 
 @pytest.mark.parametrize("policy", ["quest", "topk", "verify_guided"])
