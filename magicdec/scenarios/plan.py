@@ -112,7 +112,7 @@ def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
         alpha,
     )
     best = ranking.ranked[0]
-    text = experiment_yaml(best, command)
+    text = experiment_yaml(best, command, config.hardware)
     view: list[RenderableType] = [_view(ranking)]
     if alpha is not None:
         view.append(_by_alpha(setup, scenario, alpha.alpha))

@@ -11,7 +11,9 @@ import yaml
 from magicdec.cache.snapkv import SnapKV
 from magicdec.cache.streaming import Streaming
 from magicdec.config.choices import ModelChoice
-from magicdec.costmodel.acceptance import Curves, Point, published
+from magicdec.config.options import values_of
+from magicdec.config.schema import HardwareConfig
+from magicdec.costmodel.acceptance import AlphaEstimate, Curves, Point, published
 from magicdec.costmodel.hardware import hardware_named
 from magicdec.costmodel.planner import experiment_yaml, search
 from magicdec.costmodel.prediction import critical_context, predict, verdict
@@ -19,6 +21,7 @@ from magicdec.drafts.model import IndependentModel
 from magicdec.drafts.ngram import PromptLookup
 from magicdec.drafts.self import SelfSpeculation
 from magicdec.errors import UserError
+from magicdec.inputs.rules import parse
 
 
 def test_a_long_context_pays_and_a_short_one_does_not(setup):
@@ -172,10 +175,16 @@ def test_plans_are_ranked_by_throughput_within_the_bounds(setup, model):
     assert all(p.estimate is None for p in plans.unknown)
 
 
+def written(best):
+    """The content of the experiment of a candidate, on a machine as its option has it."""
+    machine = parse(HardwareConfig, values_of("hardware", best.setup.hardware.name.lower()))
+    return yaml.safe_load(experiment_yaml(best, "", machine))
+
+
 def test_where_nothing_pays_the_plan_is_autoregressive(setup):
     (best, *_) = search(setup(context=4000), Curves(published()), (32,)).ranked
     assert best.prediction is None
-    assert {"override /draft": "none"} in yaml.safe_load(experiment_yaml(best, ""))["defaults"]
+    assert {"override /draft": "none"} in written(best)["defaults"]
 
 
 def test_a_draft_without_a_cache_is_one_candidate_per_batch(setup):
@@ -186,9 +195,8 @@ def test_a_draft_without_a_cache_is_one_candidate_per_batch(setup):
     assert [p.setup.batch for p in plans.unknown if p.setup.draft.name == "ngram"] == [64, 32]
     known = Point("llama-3.1-8b", "ngram", "full", 0, 32_000, "text", 0.9, "run", settings=())
     (best, *_) = search(setup(), Curves([known]), (32,), (PromptLookup(),)).ranked
-    found = yaml.safe_load(experiment_yaml(best, ""))
-    assert {"override /draft": "ngram"} in found["defaults"]
-    assert "cache" not in found
+    assert {"override /draft": "ngram"} in written(best)["defaults"]
+    assert "cache" not in written(best)
 
 
 def test_mistakes_and_impossible_plans_say_why(setup):

@@ -162,6 +162,35 @@ def test_the_planned_experiment_composes_and_predicts_what_it_said(tmp_path, mon
     assert result.metrics["predicted/round_ms"] == pytest.approx(1e3 * times.round_s)
 
 
+@pytest.mark.parametrize(
+    ("keys", "part", "kept"),
+    [
+        (["draft=eagle3", "draft.model.path=null"], "draft", {"model": {"path": None}}),
+        (["draft=layer_skip", "draft.num_layers=12"], "draft", {"num_layers": 12}),
+        (["draft.quantization=int4"], "draft", {"quantization": "int4"}),
+        ([*LLAMA_1B, "draft.tensor_parallel=2"], "draft", {"tensor_parallel": 2}),
+        (["hardware=h100", "hardware.tensor_parallel=4"], "hardware", {"tensor_parallel": 4}),
+        (["hardware.memory_gib=94"], "hardware", {"memory_gib": 94.0}),
+    ],
+)
+def test_a_planned_experiment_has_what_differs_from_its_options(
+    tmp_path, monkeypatch, keys, part, kept
+):
+    monkeypatch.setattr(plan_scenario, "EXPERIMENTS", tmp_path)
+    result = planned("scenario.alpha=0.95", *keys)
+    assert result.history[0]["draft"] != "none"
+    (tmp_path / "experiment").mkdir()
+    text = (tmp_path / "of-a-test.yaml").read_text()
+    content = yaml.safe_load(text)
+    assert {key: content[part][key] for key in kept} == kept
+    (tmp_path / "experiment" / "found.yaml").write_text(text)
+    found = compose(
+        [f"hydra.searchpath=[file://{tmp_path}]", "experiment=found", "scenario=predict"]
+    )
+    times = round_times(setup_of(resolve(found)), found.draft.gamma)
+    assert result.metrics["predicted/round_ms"] == pytest.approx(1e3 * times.round_s)
+
+
 def test_a_plan_takes_each_policy_with_its_own_settings(tmp_path, monkeypatch):
     monkeypatch.setattr(plan_scenario, "EXPERIMENTS", tmp_path)
     keys = ("cache=snapkv", "cache.kernel=7", "scenario.policies=[snapkv,streaming]")
