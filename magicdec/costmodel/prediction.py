@@ -17,7 +17,7 @@ from magicdec.costmodel.growth import kv_share, remarks
 from magicdec.costmodel.memory_estimate import Memory, memory
 from magicdec.costmodel.roofline import arithmetic_intensity
 from magicdec.costmodel.round import RoundTimes, Setup, round_times
-from magicdec.costmodel.speedup import batch_speedup, break_even_alpha
+from magicdec.costmodel.speedup import batch_speedup, break_even_alpha, round_tokens
 from magicdec.errors import UserError
 from magicdec.units import GIB, both_speedups
 
@@ -41,7 +41,8 @@ class AtGamma:
     """The prediction for one gamma."""
 
     times: RoundTimes
-    alpha: float | None
+    alpha: float | None  # of the rounds that propose
+    proposes: float = 1.0  # the share of rounds that do
 
     @property
     def gamma(self) -> int:
@@ -51,19 +52,22 @@ class AtGamma:
     @property
     def speedup(self) -> float | None:
         """Return T_T over T_SD; None without an alpha."""
-        return None if self.alpha is None else self.times.speedup(omega(self.gamma, self.alpha))
+        if self.alpha is None:
+            return None
+        return self.times.speedup(round_tokens(self.gamma, self.alpha, self.proposes))
 
     @property
     def time_per_token_s(self) -> float:
         """Return T_SD: seconds per token of a row. Raise UserError without an alpha."""
         if self.alpha is None:
             raise UserError("a speculative time per token needs an alpha")
-        return self.times.round_s / omega(self.gamma, self.alpha)
+        return self.times.round_s / round_tokens(self.gamma, self.alpha, self.proposes)
 
     @property
     def break_even_alpha(self) -> float | None:
         """Return the alpha from which speculation pays; None where it never does."""
-        return break_even_alpha(self.gamma, self.times.round_s / self.times.target.total)
+        steps = self.times.round_s / self.times.target.total
+        return break_even_alpha(self.gamma, steps, self.proposes)
 
 
 @dataclass(frozen=True)
@@ -128,7 +132,13 @@ class Prediction:
             return None
         steps = self.generate_len - 1  # the prefill gives the first token
         return batch_speedup(
-            at.gamma, at.alpha, self.setup.batch, steps, at.times.target.total, at.times.round_s
+            at.gamma,
+            at.alpha,
+            self.setup.batch,
+            steps,
+            at.times.target.total,
+            at.times.round_s,
+            at.proposes,
         )
 
     @cached_property
@@ -213,7 +223,10 @@ def predict(
     budgets = curves.answers(setup, generate_len) if curves is not None and estimate is None else ()
     if given is not None:
         omega(1, given)  # raises UserError unless it is a probability
-    by_gamma = tuple(AtGamma(round_times(setup, gamma), given) for gamma in gammas)
+    # What runs have measured is a mean over all of their rounds, with a match or without.
+    is_of_all = setup.draft.is_model or (estimate is not None and estimate.is_measured)
+    proposes = 1.0 if is_of_all else setup.match_share
+    by_gamma = tuple(AtGamma(round_times(setup, gamma), given, proposes) for gamma in gammas)
     return Prediction(setup, estimate, by_gamma, generate_len, batches, budgets)
 
 

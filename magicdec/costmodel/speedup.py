@@ -26,18 +26,30 @@ def speedup(gamma: int, alpha: float, target: float, draft: float, verify: float
     return target / (round_time(gamma, draft, verify) / omega(gamma, alpha))
 
 
-def break_even_alpha(gamma: int, steps: float) -> float | None:
-    """Return the alpha at which a round that takes `steps` steps of the baseline is as fast; None
-    where none could pay.
+def break_even_alpha(gamma: int, steps: float, proposes: float = 1.0) -> float | None:
+    """Return the alpha at which a round that takes `steps` steps of the baseline is as fast, if a
+    share `proposes` of rounds has proposals; None where none could pay.
 
     0 where it pays even if nothing is ever accepted (which no honest baseline allows).
     """
-    return None if steps > gamma + 1 else alpha_from_acceptance_length(steps, gamma)
+    if steps > 1 + proposes * gamma:
+        return None
+    length = 1 + (steps - 1) / proposes if proposes else 1.0
+    return alpha_from_acceptance_length(length, gamma)
 
 
-def batch_rounds(gamma: int, alpha: float, num_rows: int, num_tokens: int) -> float:
+def round_tokens(gamma: int, alpha: float, proposes: float = 1.0) -> float:
+    """Return the tokens that a round yields on average, where a share `proposes` of rounds has
+    proposals, accepted with `alpha`, and the others yield the target's own token.
+    """
+    return 1 + proposes * (omega(gamma, alpha) - 1)
+
+
+def batch_rounds(
+    gamma: int, alpha: float, num_rows: int, num_tokens: int, proposes: float = 1.0
+) -> float:
     """Return the mean number of rounds until each of `num_rows` equally accepted rows has
-    `num_tokens`.
+    `num_tokens`; a share `proposes` of their rounds has proposals.
 
     A batch waits for its unluckiest row: the expected maximum over rows of the rounds that one
     needs, exact, from the distribution of accepted tokens, cut where a row is done.
@@ -46,23 +58,31 @@ def batch_rounds(gamma: int, alpha: float, num_rows: int, num_tokens: int) -> fl
         raise UserError(
             f"a batch needs rows and tokens, not {num_rows} rows of {num_tokens} tokens"
         )
-    finished_by_R = _finished_by(gamma, alpha, num_tokens) ** num_rows
+    finished_by_R = _finished_by(gamma, alpha, num_tokens, proposes) ** num_rows
     return 1.0 + float(np.sum(1.0 - finished_by_R))  # E[max] = sum over r >= 0 of P(max > r)
 
 
 def batch_speedup(
-    gamma: int, alpha: float, num_rows: int, num_tokens: int, target: float, one_round: float
+    gamma: int,
+    alpha: float,
+    num_rows: int,
+    num_tokens: int,
+    target: float,
+    one_round: float,
+    proposes: float = 1.0,
 ) -> float:
     """Return the speedup of a whole batch of equally long rows by T_T and a round's time: see
     `batch_rounds`.
     """
-    return num_tokens * target / (batch_rounds(gamma, alpha, num_rows, num_tokens) * one_round)
+    rounds = batch_rounds(gamma, alpha, num_rows, num_tokens, proposes)
+    return num_tokens * target / (rounds * one_round)
 
 
-def _finished_by(gamma: int, alpha: float, num_tokens: int) -> NDArray[np.float64]:
+def _finished_by(gamma: int, alpha: float, num_tokens: int, proposes: float) -> NDArray[np.float64]:
     """Return P(a row has its tokens after r rounds) for r = 1 .. num_tokens."""
     stopped = [alpha**k * (1 - alpha) for k in range(gamma)]
-    yields = np.array([*stopped, alpha**gamma])  # of 1 .. gamma + 1 tokens
+    yields = proposes * np.array([*stopped, alpha**gamma])  # of 1 .. gamma + 1 tokens
+    yields[0] += 1 - proposes
     left = np.zeros(num_tokens + 1)  # distribution of the tokens still missing
     left[num_tokens] = 1.0
     finished = np.empty(num_tokens)

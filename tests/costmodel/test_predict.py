@@ -29,6 +29,23 @@ def test_a_long_context_pays_and_a_short_one_does_not(setup):
     assert predict(setup(context=4000), alpha=0.84).best.speedup < 1
 
 
+def test_rounds_of_a_lookup_without_a_match_yield_one_token(setup):
+    """And a given alpha is that of the others; one of our runs is that of all rounds."""
+    none, some = (
+        predict(setup(draft=PromptLookup(), match_share=share), (3,), alpha=0.5, generate_len=65)
+        for share in (0.0, 0.3)
+    )
+    assert none.best.speedup < 1
+    assert none.best.break_even_alpha is None
+    assert some.best.speedup == pytest.approx(some.best.times.speedup(1 + 0.3 * 0.875))
+    assert some.speedup_wall(some.best) < some.best.speedup
+    of_runs = AlphaEstimate(0.5, "runs", is_measured=True)
+    known = predict(setup(draft=PromptLookup(), match_share=0.3), (3,), alpha=of_runs)
+    assert known.best.speedup == pytest.approx(known.best.times.speedup(1.875))
+    own = predict(setup(match_share=0.3), (3,), alpha=0.5)
+    assert own.best.speedup == pytest.approx(own.best.times.speedup(1.875)), "a model proposes"
+
+
 def test_speedup_grows_with_alpha_and_so_does_the_best_gamma(setup):
     predictions = [predict(setup(), alpha=a) for a in (0.5, 0.8, 0.95)]
     assert [p.best.speedup for p in predictions] == sorted(p.best.speedup for p in predictions)

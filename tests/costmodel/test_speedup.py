@@ -68,6 +68,16 @@ def test_break_even_is_where_speedup_crosses_one(gamma, target, draft, verify):
         assert speedup.speedup(gamma, alpha, target, draft, verify) == pytest.approx(1.0, abs=1e-6)
 
 
+def test_a_round_without_proposals_yields_one_token():
+    assert speedup.round_tokens(3, 0.5, 0.3) == pytest.approx(1 + 0.3 * (0.5 + 0.25 + 0.125))
+    assert speedup.round_tokens(3, 0.5, 0.0) == 1
+    rounds = speedup.batch_rounds(3, 0.5, 1, 4000, proposes=0.3)
+    assert rounds == pytest.approx(4000 / 1.2625, rel=0.001)
+    assert speedup.break_even_alpha(3, 1.2625, 0.3) == pytest.approx(0.5)
+    assert speedup.break_even_alpha(3, 1.95, 0.3) is None, "1.9 at most"
+    assert speedup.break_even_alpha(3, 1.01, 0.0) is None
+
+
 @pytest.mark.parametrize("alpha", [0.6, 0.9])
 @pytest.mark.parametrize(("gamma", "num_tokens"), [(3, 32), (4, 3), (4, 5), (8, 1), (3, 4)])
 def test_the_rounds_of_a_batch_match_a_simulation(gamma, num_tokens, alpha):
