@@ -64,7 +64,9 @@ def outcome(schedule: Schedule, setup: Setup, scenario: Search, command: str) ->
         view.append(f"batches from {schedule.max_batch + 1} to {asked} do not fit into memory")
     view.append("")
     name = f"{scenario.save_as}.{scenario.schedule}"
-    file = FOLDER / f"{name}{form.suffix}"
+    # Where nothing is saved, the command names what the user will.
+    stem = "FILE" if scenario.save_as is None else FOLDER / name
+    file = Path(f"{stem}{form.suffix}")
     if scenario.save_as is not None:
         try:
             FOLDER.mkdir(parents=True, exist_ok=True)
@@ -77,10 +79,7 @@ def outcome(schedule: Schedule, setup: Setup, scenario: Search, command: str) ->
             ) from error
         view.append(f"map: {shown(FOLDER / f'{name}.png')}")
     if settings.content:
-        view += [
-            f"{shown(file)}:" if scenario.save_as else "file:",
-            _to_copy(settings.content.rstrip()),
-        ]
+        view += [f"{shown(file)}:", _to_copy(settings.content.rstrip())]
     view += [f"{form.label}:", _to_copy(settings.command(shown(file)))]
     if settings.note:
         view.append(f"note: {settings.note}")

@@ -176,5 +176,8 @@ def test_a_schedule_that_is_not_saved_is_shown(tmp_path):
         "scenario.schedule=tensorrt_llm",
         "scenario.save_as=null",
     )
-    assert "draft_len_schedule:" in shown(outcome(*PLAN, *keys).view)
+    text = shown(outcome(*PLAN, *keys).view)
+    assert "draft_len_schedule:" in text
+    assert text.count("FILE.yaml") == 2, "the content's and the command's"
+    assert "None" not in text
     assert not (tmp_path / "schedules").exists()
