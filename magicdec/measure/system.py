@@ -70,15 +70,16 @@ class Interference:
     rest look better.
     """
 
-    def __init__(self, device: torch.device):
-        """Begin to observe."""
+    def __init__(self, device: torch.device, num_ranks: int = 1):
+        """Begin to observe, in one of `num_ranks` processes that do the same work."""
+        self._num_ranks = num_ranks
         self._before, self._own = _processor_times(), _own_ticks()
         self._gpu = Watch(device)
 
     def description(self) -> str | None:
         """Return what has disturbed the work so far, in words; None if nothing is known."""
         now = _processor_times()
-        ours = _own_ticks() - self._own
+        ours = self._num_ranks * (_own_ticks() - self._own)
         total = now[0] - self._before[0]
         idle = now[1] - self._before[1]
         others = (total - idle - ours) / total if total >= FEWEST_TICKS else 0.0

@@ -152,7 +152,7 @@ def _decode(session: Session, batch: Batch, number: int) -> None:
     while session.lacks_units(number):
         if len(new) >= MOST_LEFT_OUT and all(unit.left_out for unit in new[-MOST_LEFT_OUT:]):
             return
-        interference = Interference(session.plan.device)
+        interference = Interference(session.plan.device, session.plan.num_ranks)
         ways = {"autoregressive": _generate(batch.decoder, None, session.progress)}
         if batch.draft is not None:
             ways["speculative"] = _generate(batch.decoder, batch.draft, session.progress)

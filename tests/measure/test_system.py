@@ -85,3 +85,14 @@ def test_processors_of_one_name_are_told_apart_by_their_instructions(
     assert name
     assert system.cpu_name() == f"{name}{end}"
     assert "AVX" not in name
+
+
+@pytest.mark.parametrize(("num_ranks", "found"), [(1, "other programs took 50%"), (2, None)])
+def test_ranks_are_not_other_programs(monkeypatch, num_ranks, found):
+    """Two ranks keep two processors busy; each sees its own time alone."""
+    times = iter([(0, 0), (1000, 0)])
+    own = iter([0.0, 500.0])
+    monkeypatch.setattr(system, "_processor_times", lambda: next(times))
+    monkeypatch.setattr(system, "_own_ticks", lambda: next(own))
+    description = system.Interference(torch.device("cpu"), num_ranks).description()
+    assert description == (found and f"{found} of the processors")
