@@ -77,6 +77,11 @@ class TokenMemory:
         kept = self.kept(tokens)
         return kept if self.selected is None else min(kept, self.selected)
 
+    def read_bytes(self, tokens: float, element_bytes: float) -> float:
+        """Return the bytes that a decode step reads of a sequence, in all layers."""
+        entries = self.entry * self.read(tokens) + self.index_entry * self.kept(tokens)
+        return self.layers * (entries * element_bytes + self.state_bytes)
+
     def stored_bytes(self, tokens: float, element_bytes: float) -> float:
         """Return the bytes that all layers keep of a sequence."""
         entries = (self.entry + self.index_entry) * self.kept(tokens) * element_bytes

@@ -253,7 +253,11 @@ def _roofline(plan: Plan, batch: Batch, measured: Metrics) -> Metrics:
     target = batch.decoder.target  # one rank's share, as the bandwidth is one device's
     rows = batch.decoder.cache.num_rows
     gamma = batch.draft.gamma if batch.draft else 0
-    kv = memory_use.kv_bytes(target.config, int(batch.decoder.state.prompt_len_B.sum()), plan.dtype)
+    kv = sum(
+        memory.read_bytes(length, plan.dtype.itemsize)
+        for memory in target.config.memories
+        for length in batch.decoder.state.prompt_len_B.tolist()
+    )
     result: Metrics = {"roofline/bandwidth_gbs": bandwidth / 1e9}
     for name, num_tokens in (("target_decode", rows), ("verify", rows * (gamma + 1))):
         if f"time/{name}_ms" in measured:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from magicdec.architectures.hugging_face import from_hugging_face
+from magicdec.architectures.layer_facts import TokenMemory
 from magicdec.config.load import compose
 from magicdec.config.options import values_of
 from magicdec.costmodel.targets import architecture
@@ -112,3 +113,11 @@ def test_an_option_of_ones_own_names_its_config_json(here):
     found = compose([*keys, "target.architecture.num_layers=2"]).target.architecture
     assert found == replace(from_hugging_face(LLAMA), num_layers=2, eos_token_ids=())
     assert compose(keys).target.architecture == architecture("mine")
+
+
+def test_a_decode_step_reads_no_more_than_the_window_of_a_layer():
+    memories = (TokenMemory(2, entry=64, window=100), TokenMemory(1, entry=64))
+    for tokens, entries in ((50, 3 * 50), (1000, 2 * 100 + 1000)):
+        assert sum(memory.read_bytes(tokens, 2) for memory in memories) == 64 * 2 * entries
+    sparse = TokenMemory(1, entry=64, index_entry=8, selected=10, state_bytes=5)
+    assert sparse.read_bytes(1000, 2) == 2 * (64 * 10 + 8 * 1000) + 5

@@ -8,6 +8,7 @@ import shutil
 import pytest
 
 from magicdec.scenarios import compare
+from tests.checkpoints import make_checkpoint
 from tests.runs import TINY, run_here
 
 
@@ -51,3 +52,17 @@ def test_rows_that_end_at_their_first_token_leave_no_speedup(tmp_path, engine):
     assert result["lossless/identical"] is True
     assert result["speculative/time_to_first_token_ms"] > 0
     assert not [key for key in result if key.startswith("speedup")]
+
+
+def test_the_bytes_of_a_step_end_with_the_windows_of_its_layers(tmp_path):
+    """Three layers with windows of 12 tokens: a longer prompt adds nothing to read."""
+    path = make_checkpoint(tmp_path / "model", "mistral-sliding")
+    keys = [f"target.path={path}", "data=random", "draft.synthetic_acceptance=0.5"]
+
+    def bytes_of(context):
+        sizes = [f"batch.context_len={context}", "cache.budget=16", "batch.generate_len=8"]
+        found = run_here(tmp_path / "runs", *keys, *sizes, "attention=sdpa").metrics
+        rate = 1e9 * found["roofline/bandwidth_gbs"]
+        return found["roofline/target_decode"] * rate * found["time/target_decode_ms"] / 1e3
+
+    assert bytes_of(30) == pytest.approx(bytes_of(100), rel=1e-6)
