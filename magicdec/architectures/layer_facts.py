@@ -2,8 +2,9 @@
 of earlier tokens. Torch-free.
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -11,7 +12,31 @@ from pydantic.dataclasses import dataclass
 from magicdec.inputs.rules import STRICT
 
 Number = Annotated[int, Field(ge=0)]
+# Of the layers of a model: the first of each stretch of neighbours, and the one behind its last.
+Stretches = tuple[tuple[Number, Number], ...]
 Bytes = Annotated[float, Field(gt=0)]
+
+
+def stretches(layers: Iterable[int]) -> Stretches:
+    """Return the stretches of these layers, in order."""
+    found: list[tuple[int, int]] = []
+    for layer in sorted({*layers}):
+        if found and found[-1][1] == layer:
+            found[-1] = (found[-1][0], layer + 1)
+        else:
+            found.append((layer, layer + 1))
+    return tuple(found)
+
+
+def overlap(places: Stretches, start: int, end: int) -> Stretches:
+    """Return the part of some stretches within [start, end), counted from `start`."""
+    parts = ((max(first, start), min(behind, end)) for first, behind in places)
+    return tuple((first - start, behind - start) for first, behind in parts if first < behind)
+
+
+def count(places: Stretches) -> int:
+    """Return how many layers some stretches have."""
+    return sum(behind - first for first, behind in places)
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -30,11 +55,18 @@ class Matrices:
     experts_per_token: Number = 0
     # Of an element, scales included, as the checkpoint stores it; None: as all weights are.
     stored_bytes: Bytes | None = None
+    places: Stretches = ()  # the layers that have as many of them each; (): not told apart
 
     @property
     def elements(self) -> int:
         """Return the weights of all of them, all experts included."""
         return self.number * max(1, self.experts) * self.inputs * self.outputs
+
+    def within(self, start: int, end: int) -> "Matrices":
+        """Return those of layers [start, end), which are told apart."""
+        places = overlap(self.places, start, end)
+        number = self.number * count(places) // max(1, count(self.places))
+        return replace(self, number=number, places=places)
 
     def shared_by(self, ranks: int) -> "Matrices":
         """Return one rank's share: the longer side is divided."""
@@ -62,6 +94,7 @@ class TokenMemory:
     index_entry: Number = 0  # elements that a token adds to the index
     index_scores: Number = 0
     selected: Number | None = None
+    places: Stretches = ()  # the layers; (): not told apart
 
     @property
     def grows(self) -> bool:
@@ -71,6 +104,11 @@ class TokenMemory:
     def kept(self, tokens: float) -> float:
         """Return the entries that are kept of a sequence."""
         return tokens if self.window is None else min(tokens, self.window)
+
+    def within(self, start: int, end: int) -> "TokenMemory":
+        """Return that of layers [start, end), which are told apart."""
+        places = overlap(self.places, start, end)
+        return replace(self, layers=count(places), places=places)
 
     def read(self, tokens: float) -> float:
         """Return the entries that attention reads of a sequence."""
@@ -100,6 +138,20 @@ class TokenMemory:
             scores=self.scores // ranks,
             state_bytes=self.state_bytes // ranks,
         )
+
+
+Facts = TypeVar("Facts", Matrices, TokenMemory)
+
+
+def within(facts: Iterable[Facts], start: int, end: int) -> tuple[Facts, ...]:
+    """Return the facts of layers [start, end), with those that are not told apart by layers as they
+    are.
+    """
+    return tuple(
+        each.within(start, end) if each.places else each
+        for each in facts
+        if not each.places or overlap(each.places, start, end)
+    )
 
 
 @dataclass(frozen=True, config=STRICT)

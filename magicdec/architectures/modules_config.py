@@ -9,7 +9,13 @@ from typing import cast
 from pydantic.dataclasses import dataclass
 from typing_extensions import override
 
-from magicdec.architectures.layer_facts import Matrices, Number, Recurrence, TokenMemory
+from magicdec.architectures.layer_facts import (
+    Matrices,
+    Number,
+    Recurrence,
+    TokenMemory,
+    within,
+)
 from magicdec.architectures.model_config import Implementation, Layer, ModelConfig, Tokens
 from magicdec.errors import UserError
 from magicdec.inputs.rules import STRICT, Count
@@ -80,19 +86,19 @@ class ModulesConfig(ModelConfig):
 
     @override
     def layers(self, start: int, end: int) -> ModelConfig:
-        part = super().layers(start, end)
+        part = replace(
+            cast(ModulesConfig, super().layers(start, end)),
+            counted_matrices=within(self.counted_matrices, start, end),
+            counted_memories=within(self.counted_memories, start, end),
+        )
         if self.recurrence is None:
             return part
         if len(self.entry_layers) == self.num_layers:  # in a cache
-            return replace(cast(ModulesConfig, part), recurrence=None, entry_layers=())
+            return replace(part, recurrence=None, entry_layers=())
         entries = tuple(layer - start for layer in self.entry_layers if start <= layer < end)
         states = tuple(layer - start for layer in self.recurrence.layers if start <= layer < end)
         recurrence = replace(self.recurrence, layers=states) if states else None
-        return replace(
-            cast(ModulesConfig, part),
-            recurrence=recurrence,
-            entry_layers=entries if recurrence else (),
-        )
+        return replace(part, recurrence=recurrence, entry_layers=entries if recurrence else ())
 
     @property
     @override

@@ -11,6 +11,7 @@ from magicdec.costmodel.hardware import hardware_named
 from magicdec.costmodel.roofline import BF16, Pass, operators
 from magicdec.errors import UserError
 from magicdec.models.adapter.facts import describe
+from magicdec.models.adapter.interface import layers_of
 from tests.checkpoints import MODULES, SIZES
 
 TOKENS = 20  # longer than the windows
@@ -105,3 +106,21 @@ def test_an_index_is_read_whole_and_entries_as_it_selects():
     assert read["attention"] == 2 * 32 * 24 * BF16
     assert read["index"] == 2 * 1000 * 16 * BF16
     assert "read at most 32 entries, chosen by an index" in growth(config)
+
+
+@pytest.mark.parametrize(("model_type", "settings"), FAMILIES)
+def test_a_layer_alone_has_the_weights_and_the_memory_of_its_modules(model_type, settings):
+    """Of draft=layer_skip, whose layers may be the dense ones, or those with states."""
+    plain = plain_of(model_type, settings)
+    config = describe(plain, "config.json")
+    whole = CONFIG_MAPPING[model_type].from_dict(plain)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(whole, dtype=torch.bfloat16)
+    kept = 0.0
+    for index, layer in enumerate(layers_of(model.get_decoder())):
+        part = config.layers(index, index + 1)
+        held = sum(weight.numel() for weight in layer.parameters() if weight.dim() > 1)
+        counted = sum(matrix.elements for matrix in part.matrices)
+        assert counted == pytest.approx(held, rel=0.05)
+        kept += sum(memory.stored_bytes(TOKENS, BF16) for memory in part.memories)
+    assert kept == sum(memory.stored_bytes(TOKENS, BF16) for memory in config.memories)

@@ -2,8 +2,8 @@
 pass without storage leaves behind.
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import inf
 from typing import Any
 
@@ -13,7 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.quantizers.quantizers_utils import should_convert_module
 from typing_extensions import override
 
-from magicdec.architectures.layer_facts import Matrices, Recurrence, TokenMemory
+from magicdec.architectures.layer_facts import (
+    Matrices,
+    Recurrence,
+    Stretches,
+    TokenMemory,
+    stretches,
+)
 from magicdec.errors import UserError, in_one_line
 
 TOKENS = 2  # of the pass
@@ -74,11 +80,16 @@ class WeightSizes:
             ) from None
 
 
-def matrices_of(model: Any, stored: WeightSizes) -> tuple[Matrices, ...]:
-    """Return the weights of a model's layers, or of one layer, after a pass that has reached its
-    experts.
+def matrices_of(
+    model: Any, stored: WeightSizes, layers: Iterable[nn.Module] = ()
+) -> tuple[Matrices, ...]:
+    """Return the weights of a model's layers, which `layers` tells apart, or of one layer, after a
+    pass that has reached its experts.
     """
-    kinds: Counter[Matrices] = Counter()
+    place_of = {
+        id(module): place for place, layer in enumerate(layers) for module in layer.modules()
+    }
+    kinds: dict[Matrices, list[int | None]] = {}
     outside = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     if hasattr(model, "get_output_embeddings"):
         outside.add(id(model.get_output_embeddings().weight))
@@ -86,8 +97,18 @@ def matrices_of(model: Any, stored: WeightSizes) -> tuple[Matrices, ...]:
         least = 3 if hasattr(module, EXPERTS_PER_TOKEN) else 2  # without the biases of experts
         for weight in module.parameters(recurse=False):
             if weight.dim() >= least and id(weight) not in outside:
-                kinds[_matrix(name, module, weight, stored.of(name, module))] += 1
-    return tuple(Matrices(**{**vars(kind), "number": number}) for kind, number in kinds.items())
+                kind = _matrix(name, module, weight, stored.of(name, module))
+                kinds.setdefault(kind, []).append(place_of.get(id(module)))
+    return tuple(
+        replace(kind, number=len(places), places=_stretches(places))
+        for kind, places in kinds.items()
+    )
+
+
+def _stretches(places: Sequence[int | None]) -> Stretches:
+    """Return the stretches of layers; () where any is not known."""
+    known = [place for place in places if place is not None]
+    return stretches(known) if len(known) == len(places) else ()
 
 
 def _matrix(name: str, module: nn.Module, weight: Tensor, stored_bytes: float | None) -> Matrices:
@@ -152,11 +173,12 @@ def memories_of(cache: Any, config: Any, last: bool = False) -> tuple[TokenMemor
     for name, value in vars(cache).items():
         if isinstance(value, list) and any(isinstance(item, Tensor) for item in value):
             raise _not_counted(config, name)
-    layers = cache.layers[-1:] if last else cache.layers
-    kinds = Counter(_memory(layer, config) for layer in layers)
+    kinds: dict[TokenMemory, list[int | None]] = {}
+    for place, layer in enumerate(cache.layers[-1:] if last else cache.layers):
+        kinds.setdefault(_memory(layer, config), []).append(None if last else place)
     return tuple(
-        TokenMemory(**{**vars(kind), "layers": number})
-        for kind, number in kinds.items()
+        replace(kind, layers=len(places), places=_stretches(places))
+        for kind, places in kinds.items()
         if kind.entry or kind.state_bytes
     )
 

@@ -166,7 +166,7 @@ def _of_modules(whole: Any, model: Any, cache: Any, stored: WeightSizes) -> Modu
         num_experts=experts.count,
         experts_per_token=experts.per_token,
         mtp=_mtp_facts(config, model, experts, memories_of(cache, config, last=True)),
-        counted_matrices=matrices_of(model, stored),
+        counted_matrices=matrices_of(model, stored, layers_of(model.get_decoder())),
         counted_memories=memories,
     )
 

@@ -196,9 +196,10 @@ def _wide(x: Tensor, width: int) -> Tensor:
 
 
 def layers_of(decoder: Any) -> nn.ModuleList:
-    """Return the layers of a decoder."""
+    """Return the layers of a decoder; none where no list has as many as its config says."""
     lists = [child for child in decoder.children() if isinstance(child, nn.ModuleList)]
-    return next(each for each in lists if len(each) == decoder.config.num_hidden_layers)
+    number = decoder.config.num_hidden_layers
+    return next((each for each in lists if len(each) == number), nn.ModuleList())
 
 
 def compile_forward(layers: Iterable[nn.Module]) -> None:
