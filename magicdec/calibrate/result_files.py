@@ -14,9 +14,9 @@ from magicdec.calibrate.steps import (
     FIGURES,
     Measured,
     measured,
+    profile_rows,
     rates_of,
     this_machine,
-    timed_row,
 )
 from magicdec.config.load import compose
 from magicdec.costmodel.hardware import CPU
@@ -39,10 +39,11 @@ class Source(NamedTuple):
     models: dict[str, ModelConfig]
     hardware: Mapping[str, Any]
     device_name: str = ""
+    weight_bytes: float | None = None  # None: as activations
 
     @property
     def element_bytes(self) -> float:
-        """Return the bytes of a weight, key or value."""
+        """Return the bytes of a key, a value or an activation."""
         return ELEMENT_BYTES[self.hardware["dtype"]]
 
 
@@ -126,13 +127,18 @@ def _of_run(folder: Path, given: Given) -> tuple[Source, list[Row], bool]:
         if model is not None
     }
     source = named or Source(
-        config["target"]["name"], models, config["hardware"], str(run.get("device", ""))
+        config["target"]["name"],
+        models,
+        config["hardware"],
+        str(run.get("device", "")),
+        run.get("weights/bytes"),
     )
     is_outside = config.get("engine", {}).get("name", "native") != "native"
     if config["scenario"]["name"] == "profile" and is_outside:
         return source, outside_rows(source, history), True
     if config["scenario"]["name"] == "profile":
-        return source._replace(models=models | source.models), profile_rows(config, history), False
+        rows = profile_rows(config, history, run.get("weights/bytes"))
+        return source._replace(models=models | source.models), rows, False
     levels = list(filter(None, (_level(line, run) for line in history)))
     if not levels:
         raise UserError(f"{folder}: has no level without speculation; measure with draft=none")
@@ -189,30 +195,8 @@ def _row_of_load(level: LoadResult, source: Source, where: Path) -> Row:
         # Otherwise it includes waiting.
         prefill_ms=metrics.get("time_to_first_token_ms") if users == 1 else None,
         element_bytes=source.element_bytes,
+        weight_bytes=source.weight_bytes,
     )
-
-
-def profile_rows(config: Mapping[str, Any], history: Iterable[Mapping[str, Any]]) -> list[Row]:
-    """Return a row for every point of a run of scenario=profile, from its parsed config.yaml and
-    history.jsonl.
-
-    Raise UserError for a draft that a row cannot describe.
-    """
-    draft, cache = config["draft"], config["cache"]
-    if draft["name"] not in ("self", "model") or draft["quantization"] != "none":
-        raise UserError(
-            f"draft={draft['name']} with draft.quantization={draft['quantization']}: a calibration"
-            " needs draft=self or draft=model, unquantized"
-        )
-    common = {
-        "target": config["target"]["name"],
-        "draft": draft["model"]["name"] if draft["name"] == "model" else draft["name"],
-        "policy": cache["policy"],
-        "hardware": config["hardware"]["name"],
-        "kv_budget": cache["budget"],
-        "element_bytes": ELEMENT_BYTES[config["hardware"]["dtype"]],
-    }
-    return [timed_row(point, **common, table="profile") for point in history]
 
 
 def outside_rows(source: Source, history: Iterable[Mapping[str, Any]]) -> list[Row]:
@@ -233,6 +217,7 @@ def outside_rows(source: Source, history: Iterable[Mapping[str, Any]]) -> list[R
             gamma=1,
             autoregressive_ms=line["time/target_decode_ms"],
             element_bytes=source.element_bytes,
+            weight_bytes=source.weight_bytes,
         )
         for (batch, context), line in cells.items()
     ]

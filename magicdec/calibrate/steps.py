@@ -14,6 +14,7 @@ from magicdec.costmodel.hardware import CPU, Hardware, configured, device_in
 from magicdec.costmodel.roofline import BF16
 from magicdec.costmodel.stacks import OWN_STACK
 from magicdec.costmodel.tables import Row
+from magicdec.errors import UserError
 from magicdec.measure.ceilings import matmul_rate, read_bandwidth
 from magicdec.planning import build
 from magicdec.planning.resolve import resolve
@@ -54,6 +55,35 @@ def timed_row(point: Mapping[str, Any], **facts: Any) -> Row:
         speculative_ms=point["time/round_ms"],
         **facts,
     )
+
+
+def profile_rows(
+    config: Mapping[str, Any],
+    history: Iterable[Mapping[str, Any]],
+    weight_bytes: float | None = None,
+) -> list[Row]:
+    """Return a row for every point that was timed with a configuration: a parsed config.yaml, and
+    lines as in the history.jsonl of scenario=profile.
+
+    `weight_bytes` are those of a weight; None: as activations. Raise UserError for a draft that a
+    row cannot describe.
+    """
+    draft, cache = config["draft"], config["cache"]
+    if draft["name"] not in ("self", "model") or draft["quantization"] != "none":
+        raise UserError(
+            f"draft={draft['name']} with draft.quantization={draft['quantization']}: a calibration"
+            " needs draft=self or draft=model, unquantized"
+        )
+    common = {
+        "target": config["target"]["name"],
+        "draft": draft["model"]["name"] if draft["name"] == "model" else draft["name"],
+        "policy": cache["policy"],
+        "hardware": config["hardware"]["name"],
+        "kv_budget": cache["budget"],
+        "element_bytes": ELEMENT_BYTES[config["hardware"]["dtype"]],
+        "weight_bytes": weight_bytes,
+    }
+    return [timed_row(point, **common, table="profile") for point in history]
 
 
 class Measured(NamedTuple):
@@ -134,7 +164,7 @@ def measure_here(overrides: Sequence[str]) -> Measured:
         ):
             rates.append(rates_of(plan))
             for point in time_plan(plan, bars, points):
-                rows.append(row_of(plan.config.target.name, point, BUDGET))
+                rows += profile_rows(asdict(plan.config), [point], plan.weight_bytes)
                 task.advance(1)
             rates.append(rates_of(plan))
     bandwidth, flops = [max(rate) for rate in zip(*rates, strict=True)]
@@ -166,9 +196,9 @@ def time_plan(
     """Yield the times of a round's steps over caches of noise, with the bytes of the plan's
     elements and weights.
     """
-    stored = BF16 if plan.in_bfloat16(plan.target) else None
+    sizes = {"element_bytes": plan.dtype.itemsize, "weight_bytes": plan.weight_bytes}
     for point in time_points(build.engine(plan, bars), points, REPEATS):
-        yield point | {"element_bytes": plan.dtype.itemsize, "weight_bytes": stored}
+        yield point | sizes
 
 
 def row_of(model: str, point: Mapping[str, Any], budget: int) -> Row:

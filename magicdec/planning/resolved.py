@@ -111,6 +111,12 @@ class Plan:
             return set()
         return checkpoint.stored_in_bfloat16(model.folder, model.config)
 
+    @property
+    def weight_bytes(self) -> int:
+        """Return the bytes of a weight in the target's matrices."""
+        kept = torch.bfloat16 if self.in_bfloat16(self.target) else self.dtype
+        return kept.itemsize
+
     def warnings(self) -> list[str]:
         """Return a line for each remark on a model, and about a GPU that PyTorch cannot use."""
         models = (self.target, self.draft) if self.config.engine.name == "native" else ()

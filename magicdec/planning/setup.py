@@ -10,7 +10,6 @@ from magicdec.config.registry import DRAFTS
 from magicdec.config.schema import Assumed
 from magicdec.costmodel.hardware import CPU, Hardware, configured, device_in, unknown
 from magicdec.costmodel.memory_estimate import Memory, memory
-from magicdec.costmodel.roofline import BF16
 from magicdec.costmodel.round import Setup
 from magicdec.costmodel.stacks import OWN_STACK
 from magicdec.errors import UserError
@@ -78,5 +77,5 @@ def _setup(plan: Plan, hardware: Hardware, draft: DraftConfig) -> Setup:
         target_name=config.target.name,
         target_path=config.target.path,
         element_bytes=plan.dtype.itemsize,
-        stored_weight_bytes=BF16 if plan.in_bfloat16(plan.target) else None,
+        stored_weight_bytes=plan.weight_bytes,
     )

@@ -67,6 +67,7 @@ def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
     history: list[dict[str, Any]] = [*_history(units, points)]
     peak_gib = max(unit.peak_gib for unit in units.units)
     metrics: Metrics = {"device": plan.device_name, "memory/peak_gib": peak_gib}
+    metrics["weights/bytes"] = plan.weight_bytes
     if plan.config.speculates and (setup := setup_of_profile(plan)):
         history = with_limits(history, setup, knows_draft=True)
         metrics |= diagnosis_metrics(diagnosis_of(history, setup, plan))

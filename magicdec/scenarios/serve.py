@@ -72,6 +72,7 @@ def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
     if not levels.history:  # a rank that has followed
         return Outcome({})
     results: Metrics = {**prompts.facts, "device": plan.device_name, **plan.sources, **limits}
+    results["weights/bytes"] = plan.weight_bytes
     for row in last:
         results |= {key: value for key, value in row.items() if key not in LOADS}
     if engine.draft.name != "none":

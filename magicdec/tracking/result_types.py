@@ -176,6 +176,7 @@ PlaceFigures = TypedDict(
         "data/context_len_max": int,
         "data/rows_left_out": int,
         "weights/source": Literal["checkpoint", "random"],
+        "weights/bytes": int,
         "engine/version": str,
         "engine/served": str,
     },

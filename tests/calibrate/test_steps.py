@@ -24,3 +24,13 @@ def test_this_machine_is_calibrated_in_a_few_steps(here, monkeypatch, capsys):
         "cache.budget=64",
     ]
     assert setup_of(resolve(compose(keys))).target_time.total > 0
+
+
+def test_rows_describe_what_was_timed(monkeypatch):
+    monkeypatch.setitem(steps.GRIDS, "cpu", ((1,), (256,), (2,)))
+    measured = steps.measure_here(
+        ["target=tiny", "hardware=cpu", "draft=model", "cache=snapkv", "cache.budget=48"]
+    )
+    (row,) = measured.rows
+    assert (row.draft, row.policy, row.kv_budget) == ("tiny-draft", "snapkv", 48)
+    assert (row.element_bytes, row.weight_bytes) == (4, 2), "of a float32 run: stored as bfloat16"

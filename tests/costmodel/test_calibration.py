@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from magicdec.calibrate.result_files import profile_rows
+from magicdec.calibrate.steps import profile_rows
 from magicdec.costmodel import hardware
 from magicdec.costmodel.calibration import calibrate, to_yaml, uncalibrated
 from magicdec.costmodel.round import round_times
@@ -177,7 +177,9 @@ def test_a_profile_run_becomes_rows(model):
         23.5,
     )
     assert row.setup(model).hardware.device.name == "H200"
-    assert row.setup(model).element_bytes == 4
+    assert (row.setup(model).element_bytes, row.setup(model).weight_bytes) == (4, 4)
+    (row,) = profile_rows(config, [point], weight_bytes=2)  # as stored
+    assert (row.setup(model).element_bytes, row.setup(model).weight_bytes) == (4, 2)
     for draft in ({"name": "ngram"}, {"quantization": "int8"}):
         with pytest.raises(
             UserError, match="a calibration needs draft=self or draft=model, unquantized"
