@@ -54,7 +54,9 @@ def setup_of(plan: Plan, bandwidth_gbs: float | None = None, tflops: float | Non
 
 
 def held(plan: Plan, num_rows: int, context_len: int) -> Memory:
-    """Return the weights and caches that a device holds for a batch of `num_rows`."""
+    """Return the weights and caches that a device holds for a batch of `num_rows`; for a
+    prediction, as serving engines hold them.
+    """
     config = plan.config
     # Which needs no memory of its own.
     draft = config.draft if config.speculates else DRAFTS["ngram"].facts()
@@ -62,6 +64,8 @@ def held(plan: Plan, num_rows: int, context_len: int) -> Memory:
         setup_of(plan).hardware if plan.predicts else unknown(plan.device_name, plan.num_ranks)
     )
     setup = _setup(plan, machine, draft).at(batch=num_rows, context=context_len)
+    if plan.predicts:
+        setup = setup.at(target=setup.target.as_predicted())
     return memory(setup, max(config.gammas), config.batch.generate_len)
 
 

@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from magicdec.config.load import compose
+from magicdec.costmodel.memory_estimate import memory
 from magicdec.errors import UserError
 from magicdec.planning import fits
 from magicdec.planning.resolve import resolve
-from magicdec.planning.setup import held
+from magicdec.planning.setup import held, setup_of
+from tests.checkpoints import make_checkpoint
 
 pytest.importorskip("triton")
 LARGE = [
@@ -204,3 +206,12 @@ def test_an_automatic_batch_of_a_run_fits_into_the_machine(monkeypatch):
     assert found.config.batch.size == 10
     assert found.config.batch.prefill_chunk == 128
     assert planned("batch.size=24").config.batch.size == 24  # which building it refuses
+
+
+def test_a_prediction_holds_latents_as_engines_do(tmp_path):
+    """An automatic batch is chosen by the memory that the prediction then states."""
+    keys = ["scenario=predict", "hardware=h100", "batch.size=3", "batch.context_len=100"]
+    path = make_checkpoint(tmp_path, "deepseek-v3")
+    plan = resolve(compose([*keys, f"target.path={path}"]))
+    stated = memory(setup_of(plan), max(plan.config.gammas), plan.config.batch.generate_len)
+    assert held(plan, 3, 100) == stated
