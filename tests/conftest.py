@@ -94,6 +94,7 @@ def pytest_collection_finish():
     """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(50_000)  # composing a configuration makes many objects that all stay in use
 
 
 def pytest_unconfigure():

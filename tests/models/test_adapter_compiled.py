@@ -52,7 +52,7 @@ def check(target: Transformer, expected: list[list[int]]) -> None:
     [
         pytest.param("qwen3-moe", CppAttention, 2, marks=pytest.mark.soak),
         pytest.param("gpt-oss", SdpaAttention, 2, marks=pytest.mark.soak),
-        pytest.param("qwen3.5", CppAttention, 4, marks=pytest.mark.slow),
+        pytest.param("qwen3.5", CppAttention, 4, marks=pytest.mark.soak),
     ],
 )
 def test_compiled_targets_write_the_same_tokens(family, attention, layers, compiled):

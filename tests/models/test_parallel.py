@@ -148,7 +148,7 @@ def test_one_buffer_does_for_all_sums(folders):
     )
 
 
-@pytest.mark.slow  # two ranks compile
+@pytest.mark.soak  # two ranks compile
 @pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler")
 def test_compiled_ranks_write_what_one_writes(folders):
     cases = [("bias", "self", 2, "streaming", Sampling())]

@@ -15,11 +15,10 @@ from magicdec.tracking.sweep import jobs
 from tests.programs import ROOT
 from tests.sweeps.grid import COMMON, finished, start
 
-JOBLIB = pytest.param("joblib", marks=pytest.mark.slow)
 SUBMITIT = [
     pytest.param(name, marks=pytest.mark.slow) for name in ("submitit_local", "submitit_slurm")
 ]
-# Ray's own servers take minutes; what joblib does is shown by the group of jobs, too.
+# Ray's own servers take minutes. A sweep that fails fast shows joblib, too.
 SOAKS = [pytest.param(name, marks=pytest.mark.soak) for name in ("joblib", "ray")]
 
 
@@ -87,7 +86,7 @@ def test_other_launchers_that_fail_fast(tmp_path, launcher):
     assert not list(iter_runs(tmp_path / "runs"))
 
 
-@pytest.mark.parametrize("launcher", [JOBLIB, SOAKS[1]])
+@pytest.mark.parametrize("launcher", SOAKS)
 def test_a_task_of_another_launcher_is_a_group_of_jobs_that_share_a_prefill(
     tmp_path, launcher, monkeypatch
 ):
