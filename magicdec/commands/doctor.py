@@ -30,7 +30,7 @@ from magicdec.costmodel.hardware import device_in
 from magicdec.decoding.timers import Stopwatch
 from magicdec.engine.native import warm_up
 from magicdec.engine.output_audit import audit
-from magicdec.errors import UserError, in_one_line
+from magicdec.errors import UserError, exit_code, in_one_line
 from magicdec.inputs import fingerprint
 from magicdec.measure import ceilings
 from magicdec.measure.memory_use import available_bytes
@@ -80,7 +80,7 @@ class Finding(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run all checks, print the table, and return the exit code."""
+    """Run all checks, or describe a model; print the table, and return the exit code."""
     parser = argparse.ArgumentParser(
         "magicdec doctor", description=(__doc__ or "").split("\n\n")[1]
     )
@@ -101,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.draft and not options.model:
         parser.error("--draft needs the target: --model FOLDER_OR_CONFIG")
     if options.model:
-        return describe_model(options.model, options.draft)
+        return exit_code(lambda: describe_model(options.model, options.draft))
     with Console(stderr=True).status("checking, about half a minute") as shown:
         examined = examine(lambda check: shown.update(f"checking, about half a minute: {check}"))
         findings = [

@@ -364,5 +364,6 @@ def test_doctor_says_what_a_model_will_do_here(folders, capsys):
     assert f"{entries:,.4f} GiB per 1,000 tokens in float32" in shown
     assert doctor.main(["--model", str(folders("llama-modules") / "config.json")]) == 0
     assert "native: our own transformer" in capsys.readouterr().out
-    with pytest.raises(UserError, match="is no folder"):
-        doctor.main(["--model", "no such/folder at all"])
+    assert doctor.main(["--model", "no such/folder at all"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: --model=no such/folder at all is no folder; valid: ")
