@@ -86,7 +86,7 @@ def main() -> int:
         to_stderr("error: the working directory was removed; change to one that exists")
         return USER_ERROR
     if command in COMMANDS:
-        return import_module(COMMANDS[command]).main(arguments)
+        return _subcommand(command, arguments)
     if re.fullmatch(r"[\w-]+", command) and not command.startswith("-"):
         hint = did_you_mean(command, COMMANDS) or "; see --help"
         to_stderr(
@@ -94,6 +94,15 @@ def main() -> int:
         )
         return USER_ERROR
     return run()
+
+
+def _subcommand(command: str, arguments: list[str]) -> int:
+    """Run a subcommand, which explains mistakes itself; return the exit code."""
+    try:
+        return import_module(COMMANDS[command]).main(arguments)
+    except KeyboardInterrupt:
+        to_stderr("interrupted")
+        return sweep.INTERRUPTED
 
 
 def run() -> int:

@@ -285,6 +285,14 @@ def test_only_a_defect_shows_its_traceback(run, failure, code, said):
     assert re.fullmatch(f"{said}\n", err)
 
 
+def test_an_interrupted_subcommand_is_one_line(run, monkeypatch):
+    def interrupted(arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("magicdec.commands.report.main", interrupted)
+    assert run("report", "runs") == (INTERRUPTED, "interrupted\n")
+
+
 def test_a_working_directory_that_was_removed_is_one_line(run, here):
     (here / "gone").mkdir()
     os.chdir(here / "gone")
