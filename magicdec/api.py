@@ -123,7 +123,7 @@ def study(cells: Sequence[Sequence[str]]) -> list[Result]:
     """Do what a sweep over these lists of overrides does, in this process and in this order.
 
     Neighbours that agree in target, device, data and batch share loaded weights and prefilled
-    prompts (`sweep.share`). A cell that this software has done before is not repeated. The first
+    prompts (`sweep.share`). A cell that this software has measured before is skipped. The first
     that fails ends the study with its exception; the results of those before it are stored.
     """
     configs = [compose(_listed(overrides)) for overrides in cells]  # mistakes before work

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import magicdec.planning
 import magicdec.scenarios
 from magicdec.cli import main
+from magicdec.config.schema import Assumed
 from magicdec.tracking.loggers import wandb
 
 CPU = SimpleNamespace(type="cpu")
@@ -80,6 +81,7 @@ def seconds(plan, attempts):
 
 if __name__ in ("__main__", "__mp_main__"):  # the command, and its jobs
     magicdec.scenarios._scenario = lambda config: sys.modules[__name__]
+    Assumed.reads_store = False  # what is done is skipped, as after a measurement
     # Which a dry run asks for num_bytes and seconds.
     magicdec.planning.fits = magicdec.planning.duration = sys.modules[__name__]
     if patience := os.environ.get("QUICK_PATIENCE_S"):

@@ -164,6 +164,8 @@ class Needs:
     serves: ClassVar[bool] = False  # requests that come and go
     audits: ClassVar[bool] = False  # the logits of what was written
     stores_units: ClassVar[bool] = False  # parts of the work, each when it ends
+    # Its result depends on other runs in the store, so that no sweep skips it.
+    reads_store: ClassVar[bool] = False
     # Keys of its own that replace general ones.
     at: ClassVar[Mapping[str, str]] = MappingProxyType({})
 
@@ -258,6 +260,7 @@ class Assumed(Needs):
     predicts: ClassVar[bool] = True
     reads_text: ClassVar[bool] = False
     measures_acceptance: ClassVar[bool] = False
+    reads_store: ClassVar[bool] = True
 
     alpha: Share | None
     acceptance_rate: Share | None

@@ -19,7 +19,7 @@ def show(plan: Plan, name: str, job: Job) -> None:
     if is_done := of_store(plan.config, name).suffices:
         state = "done"
     elif state == "done":
-        state = "other version"
+        state = "predicted" if plan.config.scenario.reads_store else "other version"
     seconds = 0.0 if is_done else duration.seconds(plan, map(read_result, earlier))
     sweep.planned.append(seconds)
     typed = " ".join(text for text in job.overrides if not text.startswith("sweep."))

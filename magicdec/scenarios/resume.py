@@ -40,8 +40,9 @@ def look_up(config: Config, name: str, job: Job) -> Found:
 
 
 def of_store(config: Config, name: str) -> Found:
-    """Return what earlier runs have left of a run."""
-    latest = _latest(config, name) if config.resume else None
+    """Return what earlier runs have left of a run: nothing of a prediction, which is made again."""
+    may_skip = config.resume and not config.scenario.reads_store
+    latest = _latest(config, name) if may_skip else None
     if latest is None:
         return Found({})
     result = read_result(latest)

@@ -25,6 +25,7 @@ from magicdec.planning.fits import fitting
 from magicdec.planning.resolve import resolve
 from magicdec.planning.resolved import Plan, PlannedModel
 from magicdec.planning.setup import held, setup_of
+from magicdec.scenarios import Job, run
 from magicdec.scenarios import plan as plan_scenario
 from magicdec.scenarios import predict as predict_scenario
 from magicdec.tracking.progress import progress
@@ -119,10 +120,11 @@ def test_what_the_paper_measured_stands_beside_what_is_predicted():
     assert not [key for key in elsewhere if key.startswith("published/")]
 
 
-def test_predict_takes_acceptance_from_the_run_store_first(tmp_path):
-    (tmp_path / "abc").mkdir()
+def store_measured(folder):
+    """Write a run that has measured an acceptance of 0.95."""
+    folder.mkdir()
     result = {"status": "done", "acceptance/source": "measured", "alpha": 0.95}
-    (tmp_path / "abc" / "result.json").write_text(json.dumps(result))
+    (folder / "result.json").write_text(json.dumps(result))
     config = {
         "target": {"name": "llama-3.1-8b"},
         "draft": {"name": "self", "model": None},
@@ -133,9 +135,25 @@ def test_predict_takes_acceptance_from_the_run_store_first(tmp_path):
         "batch": {"context_len": 32_000},
     }
     config |= {"scenario": {"name": "compare"}}
-    (tmp_path / "abc" / "config.yaml").write_text(yaml.safe_dump(config))
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+
+
+def test_predict_takes_acceptance_from_the_run_store_first(tmp_path):
+    store_measured(tmp_path / "abc")
     for runs_dir, alpha in ((tmp_path, 0.95), (tmp_path / "empty", 0.81)):
         assert predicted(f"runs_dir={runs_dir}")["predicted/alpha"] == alpha
+
+
+def test_a_repeated_sweep_predicts_with_what_was_measured_since(tmp_path, capsys):
+    keys = ["scenario=predict", "hardware=8xa100", *LLAMA, "tracker=[]"]
+    config = compose([*keys, f"runs_dir={tmp_path}/runs"])
+    first = run(config, Job((), tmp_path / "first sweep"))
+    store_measured(tmp_path / "runs" / "abc")
+    again = run(config, Job((), tmp_path / "second sweep"))
+    assert (first["predicted/alpha"], again["predicted/alpha"]) == (0.81, 0.95)
+    assert again["id"] == f"{first['id']}-2"
+    run(replace(config, sweep=replace(config.sweep, dry_run=True)), Job((), tmp_path / "third"))
+    assert f"{first['id']}  predicted " in capsys.readouterr().out
 
 
 def test_the_planned_experiment_composes_and_predicts_what_it_said(tmp_path, monkeypatch):
