@@ -166,6 +166,8 @@ class Needs:
     stores_units: ClassVar[bool] = False  # parts of the work, each when it ends
     # Its result depends on other runs in the store, so that no sweep skips it.
     reads_store: ClassVar[bool] = False
+    # Keys of its own that name a file, whose content decides the result.
+    files: ClassVar[tuple[str, ...]] = ()
     # Keys of its own that replace general ones.
     at: ClassVar[Mapping[str, str]] = MappingProxyType({})
 
@@ -214,6 +216,7 @@ class Profile(Needs):
     reads_text: ClassVar[bool] = False
     measures_acceptance: ClassVar[bool] = False
     stores_units: ClassVar[bool] = True
+    files: ClassVar[tuple[str, ...]] = ("forward",)
     at: ClassVar[Mapping[str, str]] = GRID
 
     name: Literal["profile"]
@@ -237,6 +240,7 @@ class Profile(Needs):
 class Verify(Needs):
     """A schedule of gammas next to every fixed gamma over a grid."""
 
+    files: ClassVar[tuple[str, ...]] = ("file",)
     at: ClassVar[Mapping[str, str]] = GRID
 
     name: Literal["verify"]

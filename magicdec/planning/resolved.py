@@ -10,6 +10,7 @@ from magicdec import data
 from magicdec.architectures.model_config import ModelConfig
 from magicdec.config.registry import ENGINES
 from magicdec.config.schema import Config
+from magicdec.inputs.fingerprint import of_files
 from magicdec.measure.system import driver_version
 from magicdec.models import checkpoint
 
@@ -54,8 +55,8 @@ class Plan:
 
     @cached_property
     def fingerprints(self) -> dict[str, str]:
-        """Return the hashes of the checkpoints and the text that the run reads, and the version of
-        another engine.
+        """Return the hashes of the checkpoints, the text and the files that the run reads, and the
+        version of another engine.
 
         A profile reads no text, a prediction nothing.
         """
@@ -71,6 +72,9 @@ class Plan:
             hashes |= {
                 key: data.fingerprint(*source) for key, source in self.config.data.sources.items()
             }
+        for key in self.config.scenario.files:
+            if path := getattr(self.config.scenario, key):
+                hashes[f"scenario.{key}"] = of_files({key: Path(path)})
         return hashes
 
     @property

@@ -58,7 +58,9 @@ PERIOD = 32  # tokens of a prompt that repeats, so that n-grams are found
 
 
 def prepare(config: Config) -> Plan:
-    """Resolve a run at the largest point of the grid."""
+    """Resolve a run at the largest point of the grid. Raise UserError for a file without times."""
+    if forward := config.settings(Profile).forward:
+        read_forward(Path(forward))
     rows, context = config.scenario.largest(config.batch)
     return resolve(replace(config, batch=replace(config.batch, size=rows, context_len=context)))
 

@@ -18,7 +18,7 @@ ID_LENGTH = 12  # hex digits: among 10,000 runs, two share an id with a probabil
 def run_id(config: Mapping[str, Any], fingerprints: Mapping[str, str], device: str) -> str:
     """Return a run's id: a hash of everything but `software` that affects its result.
 
-    `fingerprints` are those of the checkpoints, the data and an engine that is not ours. The order
+    `fingerprints` are those of the files that it reads and of an engine that is not ours. The order
     of keys does not matter, nor how a number is written: 1 and 1.0 are the same. Nor does the
     folder in which a model lies, nor how often the work is repeated.
     """

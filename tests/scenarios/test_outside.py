@@ -68,6 +68,20 @@ def test_times_of_the_model_alone_stand_next_to_those_of_a_server(tmp_path, caps
     assert "12.3" in capsys.readouterr().out
 
 
+def test_times_that_were_rewritten_make_another_run(tmp_path):
+    """The path is the same; a file without times is refused before anything is measured."""
+    file, found = tmp_path / "forward.json", []
+    keys = ["engine=openai", "engine.url=http://127.0.0.1/v1", *GRID, f"scenario.forward={file}"]
+    request = {"query_len": 1, "kv_len": 44, "num_draft_tokens": 0}
+    for us in (1000.0, 2000.0):
+        file.write_text(json.dumps([{"requests": [request], "median_us": us, "ranks": [{}]}]))
+        found.append(prepare(compose(keys)).fingerprints)
+    assert found[0]["scenario.forward"] != found[1]["scenario.forward"]
+    file.unlink()
+    with refusal(f"scenario.forward={file}: No such file or directory"):
+        prepare(compose(keys))
+
+
 @pytest.mark.parametrize(
     ("behaviour", "known"),
     [({"per_chunk": 1}, "time/target_decode_ms"), (PROPOSES, "time/round_ms")],

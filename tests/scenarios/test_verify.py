@@ -61,6 +61,19 @@ def test_a_schedule_is_held_against_every_gamma_in_turn(timed, tmp_path):
     assert said in " ".join(shown(found.view).split())
 
 
+def test_a_schedule_that_was_rewritten_makes_another_run(tmp_path):
+    """The path is the same, and the sweep must not skip what the old schedule has done."""
+    file = tmp_path / "schedule.json"
+    found = []
+    for gamma in (1, 2):
+        schedule = {"num_speculative_tokens_per_batch_size": [[1, 8, gamma]]}
+        file.write_text(json.dumps(schedule))
+        found.append(verify.prepare(compose([*SMALL, f"scenario.file={file}"])).fingerprints)
+    assert found[0].keys() == found[1].keys()
+    changed = [key for key in found[0] if found[0][key] != found[1][key]]
+    assert changed == ["scenario.file"]
+
+
 def test_without_a_file_the_schedule_is_predicted_from_the_acceptance_measured_here():
     found = outcome(*SMALL)
     assert len(found.history) == 4
