@@ -127,13 +127,14 @@ def stored_in_bfloat16(folder: Path, config: ModelConfig) -> set[str]:
     return {name for name, is_exact in is_stored.items() if is_exact}
 
 
-def fingerprint(folder: Path) -> str:
-    """Return a short hash of the weights, the configuration and the tokenizer.
+def fingerprint(folder: Path, with_weights: bool = True) -> str:
+    """Return a short hash of the weights, the configuration and the tokenizer, or of all but the
+    weights.
 
     Raise UserError for a checkpoint that is incomplete. magicdec/inputs/fingerprint.py says what is
     read of large files.
     """
-    weights = set(files_of(folder).values())
+    weights = set(files_of(folder).values()) if with_weights else set()
     for path in sorted(weights):
         read_header(path)
     others = [path for path in folder.iterdir() if path.suffix in OTHER_FILES and path.is_file()]

@@ -77,7 +77,7 @@ def _remote(config: Config) -> Plan:
     check_length(config, target.config.max_position_embeddings)
     if not CORPORA[config.data.name].facts.is_noise:
         folder = description.locate(config.target.path or "", "target.path", weights=False)
-        target = replace(target, folder=folder)
+        target = replace(target, folder=folder, reads_weights=False)
     return Plan(config, torch.device("cpu"), torch.float32, target, None, "another server")
 
 

@@ -23,11 +23,12 @@ class PlannedModel:
     folder: Path | None  # None: random weights of a known architecture
     config: ModelConfig
     num_ranks: int = 1  # that divide its layers
+    reads_weights: bool = True  # False: a server has them, and its tokenizer alone is read
 
     @cached_property
     def fingerprint(self) -> str:
-        """Return the hash of its weights for a run's id."""
-        return checkpoint.fingerprint(self.folder) if self.folder else "random"
+        """Return the hash of what is read of it, for a run's id."""
+        return checkpoint.fingerprint(self.folder, self.reads_weights) if self.folder else "random"
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,8 @@ class Plan:
         hashes = {
             m.key: m.fingerprint for m in (self.target, self.draft) if m is not None and not remote
         }
+        if remote and self.target.folder is not None:
+            hashes["tokenizer"] = self.target.fingerprint
         if self.config.engine.name != "native":
             hashes["engine"] = ENGINES[self.config.engine.name].work.installed(self.config.engine)
         if self.config.reads_text:

@@ -21,6 +21,7 @@ from magicdec.units import WAYS
 from tests.peers import stand_in
 from tests.peers.stand_in import counters, standing_in
 from tests.refusals import refusal
+from tests.scenarios.test_run import TINY
 from tests.serving.conftest import SETTINGS, parts, serving
 from tests.tracking.sample import lines
 
@@ -497,3 +498,18 @@ def test_a_remote_host_is_allowed_by_a_key():
     )
     assert plan.target.folder is not None
     assert "target" not in plan.fingerprints
+
+
+def test_a_target_whose_weights_are_elsewhere_is_its_tokenizer(tmp_path):
+    folder = tmp_path / "target"
+    folder.mkdir()
+    for path in (TINY / "target").glob("*.json"):
+        (folder / path.name).write_bytes(path.read_bytes())
+    chosen = ["target=custom", f"target.path={folder}"]
+    with standing_in() as (_, url):
+        assert served(tmp_path / "runs", url, *chosen)["autoregressive/failed_requests"] == 0
+    config = compose(["engine=openai", LOCAL, *LOAD, *chosen])
+    before = resolve(config).fingerprints
+    (folder / "tokenizer.json").write_bytes(b" " + (folder / "tokenizer.json").read_bytes())
+    after = resolve(config).fingerprints
+    assert before == after | {"tokenizer": before["tokenizer"]} != after
