@@ -74,6 +74,7 @@ def run(config: Config, job: Job) -> dict[str, Any]:
     _warn([*ineffective, *warnings(plan.config), *plan.warnings(), *_losses(plan)])
     with _alone(config.runs_dir, name, job):
         stored = look_up(config, name, job)
+        _warn(_of_a_server(config, stored, job))
         if stored.suffices:
             return _skipped(config, stored, job)
         this = _opened(config.runs_dir, name, settings, job, stored)
@@ -185,6 +186,20 @@ def _skipped(config: Config, stored: Found, job: Job) -> dict[str, Any]:
         Console(stderr=True).print(Text(f"{result['id']}: {why}"))
     _record(config, result["id"], job, stored.before)
     return result
+
+
+def _of_a_server(config: Config, stored: Found, job: Job) -> list[str]:
+    """Return a warning that a server at the same address may have changed since it was measured."""
+    if (
+        not config.engine.is_remote
+        or stored.folder is None
+        or _is_recorded(job, stored.folder.name)
+    ):
+        return []
+    return [
+        f"{stored.folder.name} was measured before, and nothing tells whether the server is still"
+        " the same; resume=false measures all of it again"
+    ]
 
 
 def _opened(runs_dir: str, name: str, settings: dict[str, Any], job: Job, stored: Found) -> Run:

@@ -112,6 +112,20 @@ def test_a_run_that_is_done_is_skipped(engine, tmp_path):
     assert passes.done == []
 
 
+def test_a_server_that_may_be_another_one_by_now_is_a_warning(engine, tmp_path, capsys):
+    passes, keys = engine
+    passes.dies_at = 3
+    with pytest.raises(Killed):
+        session(tmp_path, *KEYS, *keys)
+    passes.dies_at = None
+    said = []
+    for _ in ("to go on", "to skip"):
+        session(tmp_path, *KEYS, *keys)
+        shown = " ".join(capsys.readouterr().err.split())
+        said.append("nothing tells whether the server is still the same; resume=false" in shown)
+    assert said == ["engine=openai" in keys] * 2
+
+
 def test_a_unit_is_read_back_as_it_was_and_taken_once(tmp_path):
     units = LevelUnits(Run.open(tmp_path, "abc", CONFIG))
     request = Request([1, 2, 3], Params(8))
