@@ -259,7 +259,7 @@ def _holds(column: pandas.Series, sign: str, wanted: str) -> pandas.Series:
         compared: Any = ORDERS[sign](_numbers(column), number)
         return compared.fillna(False).astype(bool)
     if sign == "~":
-        return words.str.contains(wanted, regex=False).astype(bool)
+        return words.str.contains(wanted.lower(), regex=False).astype(bool)
     same = words == wanted.lower()
     if number is not None:
         same |= (_numbers(column) == number).fillna(False).astype(bool)
