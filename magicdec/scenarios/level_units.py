@@ -12,6 +12,7 @@ from magicdec.peers.base import Counts
 from magicdec.scenarios.unit_folder import UnitFolder
 from magicdec.serving.load_generator import Load
 from magicdec.serving.request import Request, Stats
+from magicdec.units import WAYS
 
 if TYPE_CHECKING:  # what writes into the store is no part of measuring
     from magicdec.tracking.store import Run
@@ -71,6 +72,15 @@ class LevelUnit:
     def tokens(self) -> list[list[int]]:
         """Return the new tokens of every request."""
         return [request.tokens for request in self.requests]
+
+
+def answered_pairs(units: Mapping[str, LevelUnit]) -> list[tuple[ServedRequest, ServedRequest]]:
+    """Return each request of a level in both ways, autoregressive first, unless it has failed in
+    either.
+    """
+    plain, fast = [units[way].requests for way in WAYS]
+    pairs = zip(plain, fast, strict=True)
+    return [pair for pair in pairs if all(request.error is None for request in pair)]
 
 
 LEVEL_UNIT = TypeAdapter(LevelUnit)

@@ -22,9 +22,9 @@ from magicdec.data import Prompts
 from magicdec.measure.metrics import Metrics, by_category
 from magicdec.planning import build
 from magicdec.planning.resolved import Plan
-from magicdec.scenarios.level_units import LevelUnit
+from magicdec.scenarios.level_units import LevelUnit, answered_pairs
 from magicdec.serving.load_generator import Load, RequestSpec, latency_metrics, load_metrics
-from magicdec.serving.request import Params, Stats
+from magicdec.serving.request import Params
 from magicdec.tracking.cells import new_table, three_digits
 from magicdec.tracking.descriptions import (
     described_context,
@@ -108,39 +108,47 @@ def warm_up_of(jobs: Sequence[RequestSpec]) -> RequestSpec:
 def speed_metrics(
     units: Mapping[str, LevelUnit], scenario: Serve, categories: Sequence[str] = ()
 ) -> Metrics:
-    """Return the speed of each way and the speedups, named as in scenario=compare; the latencies by
-    category, too.
+    """Return the speed of each way, named as in scenario=compare, and its latencies by category, of
+    the requests that it has answered; and the speedups.
+
+    `speedup` is over the requests that both ways have answered. Where a request has failed, there
+    is no speedup_duration: the two ways have not done the same work.
     """
-    stats = {way: [request.stats for request in unit.requests] for way, unit in units.items()}
     result: Metrics = {}
     for way, unit in units.items():
         bounds = (scenario.latency_ms, scenario.first_token_ms)
-        figures = load_metrics(stats[way], unit.seconds, *bounds)
+        stats = [request.stats for request in unit.answered]
+        figures = load_metrics(stats, unit.seconds, *bounds)
         result |= {f"{way}/{name}": value for name, value in figures.items()}
-    result |= by_category(categories, partial(_of_category, stats))
+    result |= by_category(categories, partial(_of_category, units))
     if len(units) < len(WAYS):
         return result
-    pairs = zip(stats["autoregressive"], stats["speculative"], strict=True)
+    pairs = answered_pairs(units)
     times = [
-        plain.time_per_output_token_s / fast.time_per_output_token_s
+        plain.stats.time_per_output_token_s / fast.stats.time_per_output_token_s
         for plain, fast in pairs
-        if plain.time_per_output_token_s and fast.time_per_output_token_s
+        if plain.stats.time_per_output_token_s and fast.stats.time_per_output_token_s
     ]
     if times:
         result["speedup"] = median(times)
-    result["speedup_duration"] = units["autoregressive"].seconds / units["speculative"].seconds
+    plain_unit, fast_unit = [units[way] for way in WAYS]
+    if len(pairs) == len(plain_unit.requests):
+        result["speedup_duration"] = plain_unit.seconds / fast_unit.seconds
     return result
 
 
-def _of_category(stats: Mapping[str, Sequence[Stats]], rows: Sequence[int]) -> Metrics:
-    """Return the number of requests of a category, their new tokens, and their latencies in each
-    way.
+def _of_category(units: Mapping[str, LevelUnit], rows: Sequence[int]) -> Metrics:
+    """Return how many requests of a category the last way has answered, their new tokens, and the
+    latencies in each way.
     """
-    members = {way: [requests[row] for row in rows] for way, requests in stats.items()}
-    last_way = list(members.values())[-1]
-    result: Metrics = {"rows": len(rows), "tokens": sum(request.tokens for request in last_way)}
-    for way, requests in members.items():
-        result |= {f"{way}/{name}": value for name, value in latency_metrics(requests).items()}
+    result: Metrics = {}
+    for way, unit in units.items():
+        requests = [unit.requests[row] for row in rows]
+        stats = [request.stats for request in requests if request.error is None]
+        result |= {"rows": len(stats), "tokens": sum(request.tokens for request in stats)}
+        if stats:
+            latencies = latency_metrics(stats)
+            result |= {f"{way}/{name}": value for name, value in latencies.items()}
     return result
 
 

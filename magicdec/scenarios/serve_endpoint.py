@@ -24,7 +24,7 @@ from magicdec.peers.endpoint import Endpoint, described
 from magicdec.peers.lateness import Lateness
 from magicdec.planning import build
 from magicdec.planning.resolved import Plan
-from magicdec.scenarios.level_units import LevelUnit, LevelUnits, ServedRequest
+from magicdec.scenarios.level_units import LevelUnit, LevelUnits, ServedRequest, answered_pairs
 from magicdec.scenarios.levels import (
     jobs_of,
     levels_of,
@@ -97,28 +97,13 @@ class Measurement:
         return unit
 
     def metrics(self, ways: Mapping[str, LevelUnit]) -> Metrics:
-        """Return the metrics of a level. Requests that failed in either way are left out of
-        both.
+        """Return the metrics of a level. Those of a way are of the requests that it has answered,
+        comparisons of those that both have.
         """
-        scenario = self.plan.config.settings(Serve)
-        sampling = self.plan.config.sampling
-        places = [
-            place
-            for place in range(len(self.jobs))
-            if all(unit.requests[place].error is None for unit in ways.values())
-        ]
-        kept = {
-            way: replace(unit, requests=[unit.requests[place] for place in places])
-            for way, unit in ways.items()
-        }
-        result: Metrics = {}
-        if places:
-            categories = [
-                self.prompts.categories[place] for place in places if self.prompts.categories
-            ]
-            result = speed_metrics(kept, scenario, categories)
-            if "speculative" in kept:
-                result |= by_category(categories, partial(_acceptance, kept["speculative"]))
+        categories = self.prompts.categories
+        result = speed_metrics(ways, self.plan.config.settings(Serve), categories)
+        if "speculative" in ways:
+            result |= by_category(categories, partial(_acceptance, ways["speculative"]))
         for way, unit in ways.items():
             result |= {f"{way}/{name}": value for name, value in _failures(unit).items()}
             if unit.client_late_ms is not None:
@@ -130,8 +115,9 @@ class Measurement:
             answered = ways["speculative"].answered
             told = [request.speculated for request in answered if request.counts is not None]
             result |= context_acceptance(told)
-        if len(ways) == len(WAYS) and sampling.greedy and places:
-            result |= self._lossless(kept["autoregressive"].tokens == kept["speculative"].tokens)
+        pairs = answered_pairs(ways) if len(ways) == len(WAYS) else []
+        if pairs and self.plan.config.sampling.greedy:
+            result |= self._lossless(all(plain.tokens == fast.tokens for plain, fast in pairs))
         return result
 
     def _lossless(self, same: bool) -> Metrics:
@@ -241,8 +227,11 @@ def _reported_acceptance(unit: LevelUnit) -> tuple[Counts, str]:
 
 
 def _acceptance(unit: LevelUnit, rows: Sequence[int]) -> Metrics:
-    """Return the acceptance of some requests; {} if the answers do not tell it."""
-    counts = [unit.requests[row].counts for row in rows]
+    """Return the acceptance of those of some requests that were answered; {} if the answers do not
+    tell it.
+    """
+    requests = [unit.requests[row] for row in rows]
+    counts = [request.counts for request in requests if request.error is None]
     return (
         {}
         if None in counts

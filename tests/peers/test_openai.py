@@ -422,6 +422,10 @@ def test_answers_that_break_off_are_counted_and_left_out(tmp_path):
         1,
         0,
     )
+    answered = {way: result[f"{way}/requests_per_second"] * result[f"{way}/wall_s"] for way in WAYS}
+    assert answered == pytest.approx({"autoregressive": 6, "speculative": 5})
+    assert "speedup" in result, "of the five that both have answered"
+    assert "speedup_duration" not in result
 
 
 def test_a_busy_server_is_asked_again(tmp_path, monkeypatch):

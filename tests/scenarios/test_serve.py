@@ -1,13 +1,20 @@
-"""The view of scenario=serve on its levels of load."""
+"""The levels of load of scenario=serve: their figures, and how they are shown."""
+
+from dataclasses import replace
 
 import pytest
 
 from magicdec.config.load import compose
+from magicdec.config.schema import Serve
 from magicdec.errors import UserError
 from magicdec.scenarios import levels
+from magicdec.scenarios.level_units import LevelUnit, ServedRequest
+from magicdec.serving.load_generator import Load
+from magicdec.serving.request import Params, Request
 from magicdec.units import WAYS
 from tests.runs import run_here, shown
 from tests.serving.conftest import SETTINGS
+from tests.serving.test_load import stats
 
 
 def level(load, **others):
@@ -80,3 +87,30 @@ def test_every_figure_fits_into_80_columns(width):
     )
     ms, seconds = ["12,345", "|", "98,765"], ["12.3", "|", "98.8"]
     assert lines.count(["speculative", *ms, *ms, *seconds, "1,234"]) == 2
+
+
+def answer(per_token_s=None):
+    """A request with its first token after a second, and then four more; None: it has failed."""
+    if per_token_s is None:
+        return ServedRequest(Request([1], Params()).stats, [], [], error="no connection")
+    return ServedRequest(stats(0.0, [(1.0, 1), (1.0 + 4 * per_token_s, 4)]), [7] * 5, [])
+
+
+def test_requests_that_fail_in_one_way_lower_no_figure_of_the_other():
+    plain, fast = [answer(0.4)] * 3, [answer(0.2)] * 3
+    load, scenario = Load("concurrency", 2), compose(["scenario=serve"]).settings(Serve)
+    units = {
+        "autoregressive": LevelUnit(load, "autoregressive", 10.0, plain + [answer()] * 3, {}),
+        "speculative": LevelUnit(load, "speculative", 5.0, fast + [answer(0.1)] * 3, {}),
+    }
+    found = levels.speed_metrics(units, scenario, "aaabbb")
+    assert found["autoregressive/requests_per_second"] == 3 / 10
+    assert found["speculative/requests_per_second"] == 6 / 5
+    assert found["speculative/tokens_per_second"] == 6 * 5 / 5
+    assert found["speedup"] == pytest.approx(0.4 / 0.2), "of the three that both have answered"
+    assert "speedup_duration" not in found
+    assert [found[f"category/{name}/rows"] for name in "ab"] == [3, 3]
+    assert "category/a/autoregressive/time_to_first_token_ms" in found
+    assert "category/b/autoregressive/time_to_first_token_ms" not in found, "none was answered"
+    whole = {way: replace(unit, requests=unit.requests[:3]) for way, unit in units.items()}
+    assert levels.speed_metrics(whole, scenario)["speedup_duration"] == 10 / 5
