@@ -6,7 +6,7 @@ import pytest
 
 from magicdec.commands.figure import main as figure_command
 from magicdec.errors import UserError
-from magicdec.report import figures, picture
+from magicdec.report import figures, picture, query
 from magicdec.report.by_context import rows_by_context
 from magicdec.report.charts import COLOURS
 from magicdec.report.rows import read_runs, rows_of
@@ -121,13 +121,19 @@ def test_acceptance_is_drawn_by_context(report, tmp_path):
             f"context/{tokens}/acceptance_length": length,
             f"context/{tokens}/acceptance_length_ci95": ends,
         }
+    metrics |= {"acceptance/source": "measured", "device": "a CPU"}
     write_run(tmp_path, "loaded", {"scenario.name": "serve"}, metrics)
     rows = list(rows_by_context(rows_of(read_runs(tmp_path)[0])))
     points = figures.points(rows, "context", None, {"length": "acceptance_length"})
     assert [(point["x"], point["y"], [point["low"], point["high"]]) for point in points] == [
         (tokens, length, ends) for tokens, (length, ends) in buckets.items()
     ]
+    assert query.constants(rows)["device"] == "a CPU"
     out = tmp_path / "by-context.png"
     arguments = (str(tmp_path), "--x", "context", "--out", str(out))
     assert report(*arguments, runs=None, command=figure_command) == f"written {out}\n"
     assert spots(out, COLOURS[0])
+    drawn = metrics | {"acceptance/source": "synthetic"}
+    write_run(tmp_path, "synthetic", {"scenario.name": "serve"}, drawn)
+    mixed = "the runs differ in acceptance/source (measured, synthetic)"
+    assert mixed in report("--x", "context", command=figure_command, is_mistaken=True)
