@@ -325,6 +325,20 @@ def test_a_secret_of_the_environment_is_stored_nowhere(refuse, here, monkeypatch
     )
 
 
+@pytest.mark.parametrize(
+    "typed",
+    [
+        ["-m", "engine=openai", "engine.url=http://me:secret@host/v1", "batch.size=1,2"],
+        ["-m", "batch=mine", "draft.gamma=1,2"],
+    ],
+)
+def test_a_password_in_an_address_is_stored_nowhere(refuse, here, typed):
+    address = f"{GLOBAL}engine: {{url: 'http://me:secret@host/v1'}}\n"
+    written(here, {"conf/batch/mine.yaml": address})
+    why = "a name or password in the address would be stored; use engine.key_variable"
+    assert refuse(*typed) == f"error: engine.url: {why}"
+
+
 def test_what_is_typed_is_stored_as_it_was_typed(run, ran, monkeypatch):
     monkeypatch.setenv("MINE", "/data/books")
     typed = "wandb.entity=${oc.env:MINE}"

@@ -10,11 +10,12 @@ from typing import Any
 from hydra.core.override_parser.types import Override, RangeSweep
 from hydra.core.plugins import Plugins
 from hydra.plugins.launcher import Launcher
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from typing_extensions import override
 
 from hydra_plugins.magicdec._groups import GroupLauncher
 from hydra_plugins.magicdec._launcher import ProcessLauncher
+from magicdec.config.checks import refuse_secrets
 from magicdec.errors import UserError, to_stderr
 
 # Hydra 1.3 runs the modules of its own plugins when it looks for plugins, even those that were
@@ -39,8 +40,10 @@ class GridSweeper(BasicSweeper):
 
     def setup(self, **given: Any) -> None:
         """Take the sweep's configuration, and its launcher with the groups of jobs that share a
-        prefill.
+        prefill. Raise UserError for a secret, which Hydra would write into multirun.yaml.
         """
+        plain: Any = OmegaConf.to_container(given["config"])
+        refuse_secrets({group: plain[group] for group in plain if group != "hydra"})
         super().setup(**given)
         assert self.launcher is not None
         self.launcher = with_groups(self.launcher, **given)

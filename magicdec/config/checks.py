@@ -22,6 +22,8 @@ SECRET = re.compile(
     r"(?!.*_(PATH|FILE|DIR)$).*(KEY|TOKEN|SECRET|PASSWORD|PASSWD)S?(_|$)", re.IGNORECASE
 )
 SHORTEST_SECRET = 8
+# A name or a password in the address of a server, as in http://me:password@host.
+LOGIN = re.compile(r"://[^/?#\s]*@")
 MOST_HOURS = 24  # of the requests of one level of load
 ONLY_AUTO = ("scenario.precision", "scenario.max_minutes")  # read with scenario.repeats=auto
 
@@ -110,7 +112,7 @@ def unread(config: Config, overrides: Sequence[str]) -> list[str]:
 
 def refuse_secrets(given: Any, key: str = "") -> None:
     """Raise UserError for a text that holds the value of an environment variable with the name of a
-    secret.
+    secret, or an address with a name or a password.
 
     `given` is what a run stores and logs: nested dictionaries and lists of texts, or overrides.
     """
@@ -121,6 +123,9 @@ def refuse_secrets(given: Any, key: str = "") -> None:
         for value in given:
             refuse_secrets(value, key or str(value).partition("=")[0])
     elif isinstance(given, str):
+        if LOGIN.search(given):
+            remedy = "use engine.key_variable" if "engine." in key else "leave it out"
+            raise UserError(f"{key}: a name or password in the address would be stored; {remedy}")
         for name, secret in os.environ.items():
             if len(secret) >= SHORTEST_SECRET and secret in given and SECRET.match(name):
                 raise UserError(f"{key} holds the value of {name}, and is stored: leave it out")
