@@ -352,6 +352,15 @@ def test_what_is_typed_is_stored_as_it_was_typed(run, ran, monkeypatch):
     )
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["/home/jürgen/llama", "'quoted'", "it's", "a, b", "", "123", "1e5", ".5", "NULL", "nan"],
+)
+def test_a_text_of_a_program_arrives_as_it_is(text):
+    assert compose([override("wandb.entity", text)]).wandb.entity == text
+    assert override("target.path", "org/name-1.0") == "target.path=org/name-1.0"
+
+
 @pytest.mark.parametrize("name", ["a/../../../x", "..", "a\\b", " a", "a\tb", "x" * 300])
 @pytest.mark.parametrize("key", ["sweep.name", "scenario.save_as"])
 def test_a_name_does_not_lead_out_of_its_folder(refuse, key, name):

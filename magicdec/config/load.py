@@ -31,6 +31,9 @@ SCHEMA = OmegaConf.create({name: {} for name in NAMES})
 for group in SCHEMA:
     OmegaConf.set_struct(SCHEMA[group], False)
 ConfigStore.instance().store(name="magicdec_schema", node=SCHEMA, provider="magicdec")
+# Texts that Hydra's grammar reads as they are: it has no letters but those of ASCII.
+PLAIN = re.compile(r"[A-Za-z_/][\w.:/-]*", re.ASCII)
+NO_TEXTS = ("null", "true", "false", "inf", "nan")  # in whatever case
 
 
 def _head_name(path: str | None, bundled: str) -> str:
@@ -145,7 +148,7 @@ def override(key: str, value: Any) -> str:
 def _typed(value: Any) -> str:
     """Return a value in the grammar of Hydra's command line."""
     if isinstance(value, str):
-        plain = re.fullmatch(r"[\w.:/-]+", value)
+        plain = PLAIN.fullmatch(value) and value.lower() not in NO_TEXTS
         return value if plain else QuotedString(value, Quote.single).with_quotes()
     if isinstance(value, Mapping):
         entries = [f"{key}: {_typed(inner)}" for key, inner in value.items()]
