@@ -163,15 +163,15 @@ def _verdict(config: Mapping[str, Any], metrics: Metrics) -> Iterator[tuple[str,
         details += ["NOISY"] if noise(metrics) else []
         details += _uncounted(metrics)
         yield "speedup", text.append("".join(f", {detail}" for detail in details))
+    places = [key for key in metrics if key.startswith("acceptance_rate/position_")]
     if (rate := _number(metrics.get("acceptance_rate"))) is not None:
-        positions = [
-            f"{metrics[key]:.0%}" for key in metrics if key.startswith("acceptance_rate/position_")
-        ]
+        positions = [f"{metrics[key]:.0%}" for key in places]
         by_position = [f"by position {' '.join(positions)}"] if len(positions) > 1 else []
         share = f"{rate:.1%}{_interval(metrics, 'acceptance_rate', '{:.1%}')} of proposals"
         yield "acceptance rate", Text(", ".join([share, *mark, *by_position]))
     if length := three_digits(metrics.get("acceptance_length")):
-        most = sum(key.startswith("acceptance_rate/position_") for key in metrics) + 1
+        # An engine may not say at which positions it accepts.
+        most = max(len(places), int(metrics.get("gamma", 0))) + 1
         ends = _interval(metrics, "acceptance_length", "{:.2f}")
         yield "acceptance length", Text(f"{length}{ends} tokens per round, of at most {most}")
     if any(key.endswith("_ci95") for key in metrics):

@@ -299,6 +299,13 @@ def test_profile_shows_its_points():
     assert lines == [["8", length, "2", "3.30", "1.10", "4.10"] for length in ("1,024", "4,096")]
 
 
+def test_an_engine_that_counts_no_positions_has_the_limit_of_its_gamma():
+    metrics = {key: value for key, value in METRICS.items() if "position_" not in key}
+    text = printed(metrics=metrics | {"gamma": 3, "acceptance_length": 2.9})
+    limit = "2.90 tokens per round, of at most 4"
+    assert row(text, "acceptance length") == limit.split()
+
+
 def test_where_to_see_it_in_wandb():
     url, warning = "https://wandb.ai/x/y/runs/abc-1", "W&B failed, it is down"
     failed = f"W&B               {warning}"
