@@ -3,6 +3,7 @@ as ours is.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -32,6 +33,7 @@ class PeerSpec:
     # With which the server of units.FREE accepts; None: it measures.
     free_acceptance: float | None = None
     kv_bytes_per_token: int = 0  # of all models, a row
+    plugins: Sequence[str] = ()  # modules with choices of the run
 
 
 @dataclass(frozen=True)

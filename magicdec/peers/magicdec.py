@@ -63,6 +63,7 @@ class MagicdecServer(StartedServer):
         """Return the overrides of the server's command line."""
         spec = self.spec
         chosen = ["target=custom", typed("target.path", spec.target), "sampling=greedy"]
+        chosen += [typed("plugins", spec.plugins)] if spec.plugins else []
         chosen += [typed(f"hardware.{key}", getattr(spec.hardware, key)) for key in HARDWARE]
         # The server divides its room into a prompt and a continuation, which have at least 2
         # tokens.

@@ -132,6 +132,7 @@ def load(plan: Plan, gamma: int | None = None, **changes: Any) -> Any:
         "draft_folder": str(plan.draft.folder) if plan.draft else None,
         "gamma": gamma,
         "kv_bytes_per_token": sum(memory_use.kv_bytes(model, 1, plan.dtype) for model in models),
+        "plugins": c.plugins,
     }
     return ENGINES[c.engine.name].work(PeerSpec(**settings | changes))
 

@@ -13,6 +13,8 @@ from magicdec.config import registry
 from magicdec.config.load import compose, to_dict
 from magicdec.errors import UserError
 from magicdec.inputs import plugins
+from magicdec.planning.resolve import resolve
+from magicdec.scenarios.peer import load
 from magicdec.tracking.reader import iter_runs
 from magicdec.tracking.run_id import run_id
 from tests.programs import ROOT, python
@@ -184,3 +186,12 @@ def test_plugins_do_not_change_the_id_of_a_run(tmp_path, monkeypatch, clean):
     assert with_plugin["plugins"] == ["my_policy"]
     assert run_id(plain, {}, "cpu") == run_id(with_plugin, {}, "cpu")
     assert plugins.GROUP == "magicdec.plugins"
+
+
+def test_our_server_gets_the_plugins_of_the_run_that_starts_it(tmp_path, monkeypatch, clean):
+    files = {"my_policy.py": POLICY, "conf/cache/mine.yaml": "policy: mine\nbudget: 64\n"}
+    monkeypatch.chdir(written(tmp_path, files))
+    keys = ["engine=magicdec", "hardware=cpu", "plugins=[my_policy]", "cache=mine"]
+    plan = resolve(compose(keys))
+    served = compose(["scenario=serve", *load(plan).overrides(speculative=True)])
+    assert (served.plugins, served.cache) == (["my_policy"], plan.config.cache)
