@@ -9,7 +9,7 @@ from typing import Any
 
 from magicdec.errors import UserError, exit_code, printable
 from magicdec.tracking.lock import NAME, locked
-from magicdec.tracking.reader import folder_of_lock, iter_runs
+from magicdec.tracking.reader import folder_of_lock, iter_runs, read_result
 from magicdec.tracking.store import counted, shown
 from magicdec.tracking.whole_files import explained
 
@@ -33,18 +33,23 @@ def _clean(runs_dir: Path, kinds: Sequence[str]) -> None:
     if not runs_dir.is_dir():
         raise UserError(f"{runs_dir}: no such folder; name a run store, as in runs_dir=FOLDER")
     runs = [run for run in iter_runs(runs_dir) if run.get("kind") in kinds]
-    for run in runs:
-        _delete(run)
-    print(f"{counted(len(runs), 'run')} deleted from {shown(runs_dir)}")
+    num_deleted = sum(_delete(run, kinds) for run in runs)
+    print(f"{counted(num_deleted, 'run')} deleted from {shown(runs_dir)}")
 
 
-def _delete(run: Mapping[str, Any]) -> None:
-    """Delete a failed attempt. Raise UserError if that is impossible, or if the next attempt is
+def _delete(run: Mapping[str, Any], kinds: Sequence[str]) -> bool:
+    """Delete a failed attempt, and return whether that was done: a sweep may have gone on with it
+    since it was listed. Raise UserError if deleting is impossible, or if the next attempt is
     running.
     """
     folder = Path(run["folder"])
     lock = folder_of_lock(folder)
     with explained(folder.parent), locked(lock):
+        result = read_result(folder)
+        # Nobody runs it while it is locked here.
+        kind = "interrupted" if result.get("status") == "running" else result.get("kind")
+        if kind not in kinds:
+            return False
         for path in folder.iterdir():
             if path.name != NAME:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -52,3 +57,4 @@ def _delete(run: Mapping[str, Any]) -> None:
         with suppress(OSError):
             empty.rmdir()
     print(printable(f"{run['id']}  {run.get('reason')}"))
+    return True

@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+import shutil
 import time
 
 import pytest
@@ -210,6 +211,20 @@ def test_what_was_mistyped_is_deleted_by_a_command(attempts, capsys):
     assert clean.main([str(attempts), "--kind", "out_of_memory"]) == 0
     assert sorted(path.name for path in attempts.iterdir()) == ["aaa", "aaa-2"]
     assert clean.main([str(attempts / "nowhere")]) == 2
+
+
+def test_a_run_that_has_ended_since_it_was_listed_is_not_deleted(tmp_path, monkeypatch, capsys):
+    """A sweep has gone on with the first one. The last one still says that it is running."""
+    for name in ("aaa", "bbb"):
+        write_run(tmp_path, name, failed="interrupted")
+    write_run(tmp_path, "killed", metrics={"status": "running"})
+    listed = list(clean.iter_runs(tmp_path))
+    monkeypatch.setattr(clean, "iter_runs", lambda runs_dir: listed)
+    shutil.rmtree(tmp_path / "aaa")
+    write_run(tmp_path, "aaa")
+    assert clean.main([str(tmp_path), "--kind", "interrupted"]) == 0
+    assert capsys.readouterr().out.endswith(f"2 runs deleted from {tmp_path}\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["aaa"]
 
 
 def test_every_kind_of_failure_can_be_deleted():
