@@ -277,7 +277,11 @@ class WorkerPeer(Peer):
             except subprocess.CalledProcessError as error:
                 reason = last_words(error.stderr) or exit_in_words(error.returncode)
             else:
-                made.replace(kept)
+                try:
+                    made.replace(kept)
+                except OSError:
+                    if not kept.exists():  # otherwise another run has converted it meanwhile
+                        raise
                 return kept
         raise WorkerFailed(f"engine.name={self.name}: {folder} cannot be converted: {reason}")
 

@@ -106,6 +106,27 @@ def test_a_conversion_is_kept_and_a_failed_one_is_not(peer, monkeypatch, capsys)
     assert [path.name for path in kept.parent.iterdir()] == [kept.name]
 
 
+BOTH = """
+import sys
+from pathlib import Path
+made = Path(sys.argv[2])
+for folder in (made, made.parents[1] / made.name):
+    folder.mkdir()
+    (folder / "model").write_text(sys.argv[1])
+"""
+
+
+def test_two_runs_may_convert_a_checkpoint_at_once(peer, monkeypatch):
+    """The other one is done first. An IR is a folder, and replaces none that holds files."""
+    monkeypatch.setattr(
+        OpenvinoPeer, "conversion", lambda self, folder, made: ["-c", BOTH, folder, str(made)]
+    )
+    one = peer(name="openvino")
+    kept = one.converted(one.spec.target, "-ir")
+    assert (kept / "model").read_text() == one.spec.target
+    assert list(kept.parent.iterdir()) == [kept]
+
+
 SAMPLED = {"temperature": 0.7, "top_p": 0.9}
 
 
