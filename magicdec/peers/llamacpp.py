@@ -14,6 +14,7 @@ from magicdec.inputs.rules import STRICT
 from magicdec.peers.process import HERE, WorkerEngine, WorkerPeer
 from magicdec.peers.started_server import StartedServer
 
+CONVERTER = HERE / "gguf_file.py"
 # Of an architecture, what gguf_file.py does not write; each is falsy in plain Llama.
 UNWRITTEN = ("rope_scaling", "qkv_bias", "output_bias", "qk_norm", "sliding_window")
 
@@ -32,6 +33,7 @@ class LlamacppPeer(WorkerPeer, StartedServer):
 
     name, title, worker = "llamacpp", "llama.cpp", "llamacpp_worker.py"
     modules, packages = ("xllamacpp", "gguf"), "xllamacpp gguf"
+    converters = (CONVERTER,)
     cpu_only = True
     names_ids = True
 
@@ -57,7 +59,7 @@ class LlamacppPeer(WorkerPeer, StartedServer):
 
     @override
     def conversion(self, folder: str, made: Path) -> list[str]:
-        return [str(HERE / "gguf_file.py"), folder, str(made), self.spec.hardware.dtype]
+        return [str(CONVERTER), folder, str(made), self.spec.hardware.dtype]
 
     @override
     def sampling(self) -> dict[str, Any]:

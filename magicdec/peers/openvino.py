@@ -26,6 +26,7 @@ class OpenvinoPeer(WorkerPeer):
     name, title, worker = "openvino", "OpenVINO GenAI", "openvino_worker.py"
     modules = ("openvino_genai", "optimum")
     packages = "openvino-genai optimum-intel"
+    converters = (Path(__file__),)  # which chooses the options of the export
     cpu_only, dtypes = True, ("float32",)
 
     @override

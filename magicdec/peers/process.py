@@ -7,6 +7,7 @@ import subprocess
 import tempfile
 from abc import abstractmethod
 from contextlib import suppress
+from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -19,6 +20,7 @@ from magicdec.config.choices import EngineConfig
 from magicdec.config.schema import Config
 from magicdec.drafts.ngram import PromptLookup
 from magicdec.errors import UserError, exit_in_words, in_brief, to_stderr
+from magicdec.inputs.fingerprint import of_files
 from magicdec.inputs.rules import JSON, STRICT, must
 from magicdec.measure.metrics import RowTimes
 from magicdec.models import checkpoint
@@ -92,6 +94,7 @@ class WorkerPeer(Peer):
     worker: ClassVar[str]  # the file with its class
     modules: ClassVar[tuple[str, ...]]  # that the environment must have
     packages: ClassVar[str]  # that pip installs
+    converters: ClassVar[tuple[Path, ...]] = ()  # our own files that convert a checkpoint
     cpu_only: ClassVar[bool] = False
     dtypes: ClassVar[tuple[str, ...]] = ("float32", "float16", "bfloat16")
 
@@ -249,16 +252,19 @@ class WorkerPeer(Peer):
         )
 
     def converted(self, folder: str, suffix: str) -> Path:
-        """Return a checkpoint in the engine's own format, which is kept for the next run."""
+        """Return a checkpoint in the engine's own format. It is kept for the next run that converts
+        the same weights in the same way: with the same packages and the same code of ours.
+        """
         cache = Path(
             os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "magicdec", "converted"
         )
-        kept = cache / f"{checkpoint.fingerprint(Path(folder))}-{self.spec.hardware.dtype}{suffix}"
+        weights, dtype = checkpoint.fingerprint(Path(folder)), self.spec.hardware.dtype
+        code = of_files({path.name: path for path in self.converters})
+        made_by = sha256(f"{self.installed(self.spec.engine)} {code}".encode()).hexdigest()[:8]
+        kept = cache / f"{weights}-{made_by}-{dtype}{suffix}"
         if kept.exists():
             return kept
-        to_stderr(
-            f"converting {folder} for {self.title} ({self.spec.hardware.dtype}), once, into {kept}"
-        )
+        to_stderr(f"converting {folder} for {self.title} ({dtype}), once, into {kept}")
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache) as temporary:
             made = Path(temporary, kept.name)

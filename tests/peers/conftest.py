@@ -34,6 +34,7 @@ def peer(tmp_path, monkeypatch):
     made, worker = [], tmp_path / "worker.py"
     monkeypatch.setattr(process, "MAIN", worker)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # with what it converts
+    monkeypatch.setattr(WorkerPeer, "installed", classmethod(lambda cls, engine: "an engine 1"))
 
     def new(
         program: str = "", name: str = "vllm", time_limit_s: float = 30, keys=(), **changes

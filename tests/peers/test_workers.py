@@ -127,6 +127,20 @@ def test_two_runs_may_convert_a_checkpoint_at_once(peer, monkeypatch):
     assert list(kept.parent.iterdir()) == [kept]
 
 
+def test_another_converter_converts_again(peer, monkeypatch, tmp_path):
+    one = peer(name="llamacpp")
+    kept = [one.converted(one.spec.target, ".gguf")]
+    newer = classmethod(lambda cls, engine: "an engine 2")
+    monkeypatch.setattr(LlamacppPeer, "installed", newer)
+    kept.append(one.converted(one.spec.target, ".gguf"))
+    assert kept[0] != kept[1]
+    edited = tmp_path / "gguf_file.py"
+    edited.write_text("the same, without a mistake")
+    monkeypatch.setattr(LlamacppPeer, "converters", (edited,))
+    kept.append(one.converted(one.spec.target, ".gguf"))
+    assert len(set(kept)) == 3
+
+
 SAMPLED = {"temperature": 0.7, "top_p": 0.9}
 
 
