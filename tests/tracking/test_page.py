@@ -281,6 +281,20 @@ def test_published_values_are_not_called_measured(look):
     assert "best predicted speedup" in fastest
 
 
+@browser
+def test_a_key_of_another_ones_store_is_text(look):
+    key = "cache.<img src=x onerror=document.body.dataset.ran=1>"
+    rows = [done(number, speedup=1.0) | {key: number} for number in (1, 2)]
+    images, ran, heads = look(
+        rows,
+        "document.images.length",
+        "document.body.dataset.ran ?? 'no'",
+        "[...document.querySelectorAll('#runs th')].map((th) => th.textContent)",
+    )
+    assert (images, ran) == (0, "no")
+    assert key in heads
+
+
 def test_what_is_assumed_is_not_recommended():
     """The largest alpha of a sweep over it is no configuration that one could choose."""
     rows = [
