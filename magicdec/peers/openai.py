@@ -53,7 +53,7 @@ class OpenaiEngine(EngineConfig):
             "engine.free_url": self.free_url,
         }
         given = {key: url.rstrip("/") for key, url in named.items() if url is not None}
-        return {key: url if urlsplit(url).path else f"{url}/v1" for key, url in given.items()}
+        return {key: of_api(url) for key, url in given.items()}
 
 
 @ENGINES.register(OpenaiEngine)
@@ -130,6 +130,12 @@ class OpenaiServer(Servable):
         )
 
 
+def of_api(url: str) -> str:
+    """Return the address of a server's API: that of a server alone with /v1, any other as it is."""
+    place = url.partition("://")[2]
+    return f"{url}/v1" if place and "/" not in place else url
+
+
 def at_gamma(url: str, gamma: int) -> str:
     """Return the address of the server that proposes `gamma` tokens a round: in place of
     {gamma}.
@@ -141,13 +147,18 @@ def _check_url(key: str, url: str, allow_remote: bool) -> None:
     """Raise UserError for an address that is none, holds a password, or is on another machine
     without permission.
     """
-    parts = urlsplit(url)
+    mistake = UserError(f"{key}={url}: must be an address such as http://127.0.0.1:8000/v1")
+    try:
+        parts = urlsplit(url)
+        _ = parts.port  # which may be no number
+    except ValueError:
+        raise mistake from None
     if parts.username or parts.password:
         raise UserError(
             f"{key}: a name or password in the address would be stored; use engine.key_variable"
         )
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-        raise UserError(f"{key}={url}: must be an address such as http://127.0.0.1:8000/v1")
+        raise mistake
     if not (allow_remote or is_loopback(url)):
         raise UserError(
             f"{key}={url} is another machine, which gets all prompts; set engine.allow_remote=true"

@@ -125,6 +125,7 @@ def test_servers_that_cannot_be_calibrated(behaviour, overrides, said, capsys):
             "hardware=auto: name the server's machine",
         ),
         ("ftp://127.0.0.1/v1", NAMED, "must be an address such as"),
+        ("http://[::1:8000/v1", NAMED, "must be an address such as"),
         (
             "http://127.0.0.1/v1",
             [*NAMED, "scenario=compare"],

@@ -468,6 +468,8 @@ def test_the_address_of_a_server_is_that_of_its_api(typed):
         ([], "engine.url=null: give a server's address, as in engine.url=http://127.0.0.1:8000/v1"),
         (["engine.url=127.0.0.1:8000"], "must be an address such as http://127.0.0.1:8000/v1"),
         (["engine.url=file:///etc/passwd"], "must be an address such as"),
+        (["engine.url='http://[::1:8000/v1'"], "must be an address such as"),
+        (["engine.url=http://127.0.0.1:port/v1"], "must be an address such as"),
         (["engine.url=http://me:secret@127.0.0.1/v1"], "would be stored; use engine.key_variable"),
         (
             ["engine.url=http://example.org/v1"],
