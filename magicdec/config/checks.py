@@ -189,6 +189,8 @@ def _load(config: Config) -> Iterator[str]:
             f"scenario.slo={scenario.slo}: needs a bound, scenario.latency_ms or"
             " scenario.first_token_ms"
         )
+    if scenario.slo == "concurrency" and scenario.slo_most < 1:
+        yield f"scenario.slo_most={scenario.slo_most}: must be at least 1, the fewest users"
     if scenario.slo and config.hardware.tensor_parallel > 1 and not config.engine.parallel:
         yield f"scenario.slo={scenario.slo}: goes with one device; set hardware.tensor_parallel=1"
     if not any((scenario.concurrencies, scenario.rates, scenario.replays, scenario.slo)):

@@ -220,6 +220,7 @@ def highest(kind: str, most: float) -> Generator[Load, bool, float]:
     Numbers of users are found exactly, rates to a tenth. A level above one that breaks a bound is
     taken to break it.
     """
+    most = math.floor(most) if kind == "concurrency" else most
     low, high, value = 0.0, math.inf, 1.0
     while value <= most and high == math.inf:
         kept = yield Load(kind, value)

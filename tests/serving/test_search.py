@@ -6,7 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from magicdec.config.load import compose
+from magicdec.errors import UserError
 from magicdec.serving.load_generator import LOWEST_RATE, NEAR, highest, keeps
+
+SEARCH = ["scenario=serve", "scenario.latency_ms=100"]
 
 
 def found(kind: str, most: float, threshold: float) -> tuple[float, list[float]]:
@@ -17,6 +21,7 @@ def found(kind: str, most: float, threshold: float) -> tuple[float, list[float]]
     level = next(search)
     while True:
         tried.append(level.value)
+        assert len(tried) < 100, "the search does not end"
         try:
             level = search.send(level.value <= threshold)
         except StopIteration as end:
@@ -29,6 +34,13 @@ def test_users_are_found_exactly(threshold, most):
     assert value == min(threshold, most)
     assert all(1 <= one <= most and one == int(one) for one in tried)
     assert len(tried) == len(set(tried)) <= 2 * math.log2(most) + 3
+
+
+def test_a_part_of_a_user_is_none():
+    assert found("concurrency", 10.5, 300) == (10, [1, 2, 4, 8, 9, 10])
+    with pytest.raises(UserError, match=r"^scenario.slo_most=0.5: must be at least 1, the fewest"):
+        compose([*SEARCH, "scenario.slo=concurrency", "scenario.slo_most=0.5"])
+    assert compose([*SEARCH, "scenario.slo=rate", "scenario.slo_most=0.5"])
 
 
 @given(st.floats(LOWEST_RATE, 500), st.floats(1, 200))
