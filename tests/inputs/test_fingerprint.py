@@ -76,6 +76,13 @@ def test_of_a_large_file_the_time_counts_and_small_ones_are_read_whole(files, mo
     assert of_files(files) != edited
 
 
+def test_small_files_may_be_more_than_what_is_read_whole(files, monkeypatch):
+    monkeypatch.setattr(fingerprint, "WHOLE_BYTES", 500)
+    before = of_files({"small": files["small"]})
+    edit(files["small"], 999)
+    assert of_files({"small": files["small"]}) != before
+
+
 def test_a_process_reads_a_file_once_and_again_when_it_has_changed(files, monkeypatch):
     reads = []
     digest = fingerprint.hashlib.file_digest
