@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import ClassVar
 
-from magicdec.config.choices import CacheConfig, DraftConfig, EngineConfig
+from magicdec.config.choices import CacheConfig, DraftConfig, EngineConfig, ModelChoice
 from magicdec.config.omega import alpha_from_acceptance_length
 from magicdec.config.schema import Config, HardwareConfig, SamplingConfig
 from magicdec.measure.metrics import Metrics, RowTimes
@@ -34,6 +34,7 @@ class PeerSpec:
     free_acceptance: float | None = None
     kv_bytes_per_token: int = 0  # of all models, a row
     plugins: Sequence[str] = ()  # modules with choices of the run
+    target_choice: ModelChoice | None = None  # how our own server runs the target
 
 
 @dataclass(frozen=True)

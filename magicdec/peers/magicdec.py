@@ -8,7 +8,7 @@ import torch
 from pydantic.dataclasses import dataclass
 from typing_extensions import override
 
-from magicdec.config.choices import EngineConfig
+from magicdec.config.choices import EngineConfig, ModelChoice
 from magicdec.config.load import override as typed
 from magicdec.config.registry import DRAFTS, ENGINES, read_keys
 from magicdec.config.schema import Config
@@ -63,6 +63,7 @@ class MagicdecServer(StartedServer):
         """Return the overrides of the server's command line."""
         spec = self.spec
         chosen = ["target=custom", typed("target.path", spec.target), "sampling=greedy"]
+        chosen += _how_it_runs("target", spec.target_choice)
         chosen += [typed("plugins", spec.plugins)] if spec.plugins else []
         chosen += [typed(f"hardware.{key}", getattr(spec.hardware, key)) for key in HARDWARE]
         # The server divides its room into a prompt and a continuation, which have at least 2
@@ -76,6 +77,7 @@ class MagicdecServer(StartedServer):
             chosen += [
                 "target@draft.model=custom",
                 typed("draft.model.path", spec.draft_folder),
+                *_how_it_runs("draft.model", spec.draft.model),
             ]
         chosen += _leaves("draft", spec.draft.name, asdict(spec.draft))
         if spec.draft.is_model:
@@ -86,6 +88,12 @@ class MagicdecServer(StartedServer):
     @override
     def environment(self) -> dict[str, str]:
         return {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+
+
+def _how_it_runs(key: str, model: ModelChoice | None) -> list[str]:
+    """Return overrides of how a model runs, where it is known."""
+    names = ("implementation", "rollback")
+    return [typed(f"{key}.{name}", getattr(model, name)) for name in names] if model else []
 
 
 def _leaves(group: str, option: str, values: dict[str, Any]) -> list[str]:

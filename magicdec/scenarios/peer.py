@@ -133,6 +133,7 @@ def load(plan: Plan, gamma: int | None = None, **changes: Any) -> Any:
         "gamma": gamma,
         "kv_bytes_per_token": sum(memory_use.kv_bytes(model, 1, plan.dtype) for model in models),
         "plugins": c.plugins,
+        "target_choice": c.target,
     }
     return ENGINES[c.engine.name].work(PeerSpec(**settings | changes))
 

@@ -126,6 +126,8 @@ def test_requests_that_never_decode_together_are_refused(tmp_path):
         ["draft=self", "cache=snapkv", "cache.budget=48", "draft.gamma=3"],
         ["draft=model", "cache.budget=32", "cache.num_sink=8"],
         ["draft=ngram", "draft.max_ngram=5"],
+        ["draft=ngram", "target.implementation=transformers"],
+        ["draft=model", "cache.budget=32", "draft.model.implementation=transformers"],
     ],
 )
 def test_our_server_is_started_with_the_settings_of_the_run(overrides):
@@ -138,6 +140,8 @@ def test_our_server_is_started_with_the_settings_of_the_run(overrides):
         assert getattr(theirs, key) == getattr(ours, key), key
     if ours.is_model:
         assert config.cache == plan.config.cache
+    for key, model in config.models.items():
+        assert model.implementation == plan.config.models[key].implementation
     assert (config.batch.size, config.batch.generate_len) == (2, 2)
     assert config.batch.context_len + 2 == server.spec.max_len
     assert not compose(["scenario=serve", *server.overrides(speculative=False)]).speculates
