@@ -15,6 +15,7 @@ namespace {
 
 constexpr int TILE = 16;  // slots whose codes lie together: of keys (C / 4, TILE, 4), of values (TILE / 4, C, 4)
 constexpr int CODED_BLOCK = 128;  // slots whose weights are rounded together: with fewer, rounding takes longer than products
+constexpr float LEAST = 1e-36f;  // numbers up to this count as 0 where they are rounded: 127 / a smaller one may be infinite
 
 typedef uint8_t Bytes __attribute__((vector_size(4 * LANES)));
 typedef int8_t Rounded __attribute__((vector_size(LANES)));
@@ -56,7 +57,7 @@ inline Scaled rounded_to_bytes(const float* x, int64_t size, int8_t* to) {
         most = one > most ? one : most;
         most = other > most ? other : most;
     }
-    const float largest = max_of(most), inverse = largest > 0 ? 127 / largest : 0;
+    const float largest = max_of(most), inverse = largest > LEAST ? 127 / largest : 0;
     for (int64_t i = 0; i < size; i += LANES) {
         const Vec shifted = load(x + i) * inverse + 12582912.0f;  // 1.5 * 2^23: what is left of the fraction is rounded off
         const Rounded bytes = __builtin_convertvector(reinterpret_cast<IntVec>(shifted) - 0x4b400000, Rounded);

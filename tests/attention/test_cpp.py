@@ -102,6 +102,22 @@ def test_weights_that_need_no_rounding_are_not_rounded(attention, bits):
     torch.testing.assert_close(out, right, atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_weights_close_to_0_stay_finite(attention, bits):
+    """Slots behind the first 128 have a score of -84, and a weight of 3e-37, next to those before
+    them: 127 divided by it is more than float32 holds.
+    """
+    q, k, v, seqlens, coded = twins.coded_case(1, 3, 64, 700, bits)
+    q.fill_(1.0)
+    coded.k.scales[..., 0, :] = 0.0
+    coded.k.scales[..., 1, :] = -84 / 64**0.5
+    coded.k.scales[..., : 128 // 32, 1, :] = 0.0
+    coded.v.scales[..., 0, :] = 0.25
+    out = twins.attend_coded(attention, q, k, v, seqlens, coded)
+    right = twins.expected_coded(q, k, v, seqlens, coded)
+    torch.testing.assert_close(out, right, atol=2e-5, rtol=2e-5)
+
+
 def test_codes_that_are_not_finite_stay_so(attention):
     q, k, v, seqlens, coded = twins.coded_case(1, 2, 64, 700, 4)
     coded.k.scales[1, 1, :, 0] = math.inf
