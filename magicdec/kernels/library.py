@@ -29,9 +29,10 @@ SOURCES = sorted(FOLDER.glob("*.cpp"))
 # The vectors are written out; letting the compiler find more of them makes the short loops around
 # them slower.
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-tree-vectorize", "-fopenmp", "-fPIC")
-# M_MMAP_THRESHOLD: the memory of larger tensors, as of a KV cache, is returned. M_TRIM_THRESHOLD:
-# what is kept at most.
-KEPT = {-3: 64 << 20, -1: 256 << 20}
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+# The memory of larger tensors, as of a KV cache, is returned. Older glibc takes 32 MiB at most.
+LARGEST_KEPT = (64 << 20, 32 << 20)
+MOST_KEPT = 256 << 20
 NEEDS_COMPILER, CANNOT_LOAD = "needs a C++ compiler", "cannot load its kernels"
 OBSTACLES = (NEEDS_COMPILER, CANNOT_LOAD)  # how they begin
 
@@ -63,9 +64,11 @@ def _keep_freed_memory() -> None:
     short prefill.
     """
     libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
-        for parameter, num_bytes in KEPT.items():
-            libc.mallopt(parameter, num_bytes)
+    if not hasattr(libc, "mallopt"):
+        return
+    # Any of these calls ends the growth of the first threshold, which begins at 128 KiB.
+    if any(libc.mallopt(M_MMAP_THRESHOLD, size) for size in LARGEST_KEPT):
+        libc.mallopt(M_TRIM_THRESHOLD, MOST_KEPT)
 
 
 @cache

@@ -94,6 +94,23 @@ def test_where_the_cache_is_not_writable_the_library_is_in_a_folder_of_the_users
     assert library.path.__wrapped__().parent == tmp_path / "home" / "magicdec"
 
 
+@pytest.mark.parametrize(("most", "taken"), [(32 << 20, 32 << 20), (1 << 40, 64 << 20)])
+def test_the_largest_threshold_that_glibc_takes_is_set(most, taken, monkeypatch):
+    """Older glibc refuses more than 32 MiB."""
+    settings = {}
+
+    class Glibc:
+        def mallopt(self, parameter, num_bytes):
+            if parameter == -3 and num_bytes > most:  # M_MMAP_THRESHOLD
+                return 0
+            settings[parameter] = num_bytes
+            return 1
+
+    monkeypatch.setattr(library.ctypes, "CDLL", lambda name: Glibc())
+    library._keep_freed_memory()
+    assert settings == {-3: taken, -1: 256 << 20}
+
+
 @pytest.mark.skipif(library.compiler() is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize("share", [0.0, 0.3, None])
 def test_a_library_that_cannot_be_loaded_is_an_obstacle(share, tmp_path, monkeypatch):
