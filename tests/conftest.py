@@ -136,6 +136,20 @@ def here(tmp_path, monkeypatch):
 
 
 @pytest.fixture
+def no_home(monkeypatch):
+    """A user without a home directory, as in a container whose /etc/passwd does not list the
+    user.
+    """
+
+    def getpwuid(uid):
+        raise KeyError(uid)
+
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", getpwuid)
+
+
+@pytest.fixture
 def hydra_logging():
     """Undo what Hydra does to the root logger: its handlers write to what pytest has closed by the
     next test.

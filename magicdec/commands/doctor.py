@@ -375,7 +375,8 @@ def wandb_server(device: torch.device) -> Iterator[Finding]:
 
 def without_places(text: str) -> str:
     """Return the text without the paths of this machine, which may name users and projects."""
-    for folder, name in ((sys.prefix, "$PREFIX"), (str(Path.cwd()), "."), (str(Path.home()), "~")):
+    home = os.path.expanduser("~")  # "~" itself where there is none
+    for folder, name in ((sys.prefix, "$PREFIX"), (str(Path.cwd()), "."), (home, "~")):
         if len(folder) > 1:
             text = text.replace(folder, name)
     return text

@@ -5,6 +5,7 @@ through the optional `datasets` library. Current versions of that library refuse
 repository, which is a loading script; hence the mirror in Parquet.
 """
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ SUFFIXES = frozenset({".txt"})
 
 def books_at(path: Path, corpus: str) -> dict[str, Path]:
     """Return the books of a local copy by name. Raise UserError if there is none."""
-    folder = path.expanduser()
+    folder = Path(os.path.expanduser(path))
     return files_at(folder / SPLIT if (folder / SPLIT).is_dir() else folder, corpus, SUFFIXES)
 
 

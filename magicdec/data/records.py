@@ -4,6 +4,7 @@ import codecs
 import csv
 import gzip
 import json
+import os
 import re
 import sys
 import zlib
@@ -52,7 +53,7 @@ def records(path: str, corpus: str) -> Iterator[Place]:
     in UTF-16 with its mark; it may be compressed (gzip). Blank lines are no rows. Raise UserError
     for what cannot be read; `corpus` is the file's name in errors.
     """
-    file = Path(path).expanduser()
+    file = Path(os.path.expanduser(path))
     if not file.is_file():
         raise UserError(f"{corpus}: no such file")
     try:

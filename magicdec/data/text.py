@@ -1,5 +1,6 @@
 """A user's own text: one UTF-8 file, or every text file of a folder and the folders in it."""
 
+import os
 from pathlib import Path
 
 from magicdec.config.choices import Corpus
@@ -37,7 +38,7 @@ def files_at(path: Path, corpus: str, suffixes: frozenset[str] = SUFFIXES) -> di
 
     Raise UserError if there is none; `corpus` is its name in the message.
     """
-    path = path.expanduser()
+    path = Path(os.path.expanduser(path))
     if path.is_file():
         return {path.name: path}
     if not path.is_dir():

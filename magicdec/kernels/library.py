@@ -112,8 +112,10 @@ def path() -> Path:
     identity = (files, FLAGS, torch.__version__, platform.machine(), _processor())
     digest = hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
     name = f"kernels-{digest}.so"
-    cached = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser(), "magicdec")
-    if (cached / name).exists() or _is_writable(cached):
+    folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    cached = Path(folder, "magicdec")
+    is_known = not folder.startswith("~")  # as it stays where the user has no home directory
+    if is_known and ((cached / name).exists() or _is_writable(cached)):
         return cached / name
     temporary = Path(tempfile.gettempdir(), f"magicdec-{os.getuid()}")
     return (temporary if _is_private(temporary) else cached) / name

@@ -38,7 +38,7 @@ def locate(path: str, key: str = "target.path", weights: bool = True) -> Path:
     which is downloaded into the hub's cache; with `weights=False` only its json files are. `key` is
     the configuration key that errors name.
     """
-    for folder in (Path(path).expanduser(), Path(__file__).resolve().parents[2] / path):
+    for folder in (Path(os.path.expanduser(path)), Path(__file__).resolve().parents[2] / path):
         # False, where Path.is_dir raises for a path that is too long.
         if path and os.path.isdir(folder):
             return folder

@@ -255,12 +255,14 @@ class WorkerPeer(Peer):
         """Return a checkpoint in the engine's own format. It is kept for the next run that converts
         the same weights in the same way: with the same packages and the same code of ours.
         """
-        cache = Path(
-            os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "magicdec", "converted"
-        )
+        caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        if caches.startswith("~"):  # as it stays where the user has no home directory
+            reason = "there is no home directory to keep it in; name a folder with XDG_CACHE_HOME"
+            raise WorkerFailed(f"engine.name={self.name}: {folder} cannot be converted: {reason}")
         weights, dtype = checkpoint.fingerprint(Path(folder)), self.spec.hardware.dtype
         code = of_files({path.name: path for path in self.converters})
         made_by = sha256(f"{self.installed(self.spec.engine)} {code}".encode()).hexdigest()[:8]
+        cache = Path(caches, "magicdec", "converted")
         kept = cache / f"{weights}-{made_by}-{dtype}{suffix}"
         if kept.exists():
             return kept

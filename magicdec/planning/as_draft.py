@@ -1,5 +1,6 @@
 """Describe one model as the draft of another: `magicdec doctor --model A --draft B`."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +27,7 @@ def read_description(path: str, key: str) -> Described:
     """Read a folder, a config.json or a hub id, of which only the json files are downloaded; `key`
     is what errors call it.
     """
-    file = Path(path).expanduser()
+    file = Path(os.path.expanduser(path))
     if file.is_file() and file.name != CONFIG:
         plain: dict[str, Any] = read_json(file, dict[str, Any])
         return Described(path, description.describe(plain, str(file), runs=False), None)

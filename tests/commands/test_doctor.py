@@ -71,6 +71,10 @@ def test_a_kernel_that_raises_fails_in_one_line_without_paths(monkeypatch, capsy
     assert str(Path.home()) not in printed
 
 
+def test_paths_are_left_out_where_there_is_no_home_directory(no_home, here):
+    assert doctor.without_places(f"no kernel in {here}/a") == "no kernel in ./a"
+
+
 def test_wrong_scores_are_found(monkeypatch):
     scored = SdpaAttention.attend_scored
 

@@ -94,6 +94,12 @@ def test_where_the_cache_is_not_writable_the_library_is_in_a_folder_of_the_users
     assert library.path.__wrapped__().parent == tmp_path / "home" / "magicdec"
 
 
+def test_without_a_home_directory_the_library_is_in_that_folder_too(no_home, here, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(here))
+    assert library.path.__wrapped__().parent == here / f"magicdec-{os.getuid()}"
+    assert not (here / "~").exists()
+
+
 @pytest.mark.parametrize(("most", "taken"), [(32 << 20, 32 << 20), (1 << 40, 64 << 20)])
 def test_the_largest_threshold_that_glibc_takes_is_set(most, taken, monkeypatch):
     """Older glibc refuses more than 32 MiB."""

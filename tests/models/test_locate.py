@@ -21,6 +21,7 @@ NOTHING = [
     "name",
     "org/name/",
     "a b/c",
+    "~no-such-user/model",
 ]
 
 

@@ -160,6 +160,13 @@ def test_a_failed_conversion_is_a_line(peer, monkeypatch):
             peer(time_limit_s=1).converted(folder, ".one")
 
 
+def test_without_a_home_directory_a_conversion_asks_for_a_folder(peer, no_home):
+    folder = str(TINY / "target")
+    said = "there is no home directory to keep it in; name a folder with XDG_CACHE_HOME"
+    with refusal(f"engine.name=vllm: {folder} cannot be converted: {said}"):
+        peer().converted(folder, ".one")
+
+
 def test_the_run_is_marked_as_failed(tmp_path, monkeypatch):
     """A run whose worker, our own program, crashes after its engine has written a lot."""
     worker = tmp_path / "crashing_worker.py"

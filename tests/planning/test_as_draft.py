@@ -94,6 +94,11 @@ def test_a_model_that_was_trained_on_shorter_texts(small, family, beyond):
     assert shown.startswith(f"64 tokens of the target's 256; beyond them {beyond}")
 
 
+def test_a_home_directory_of_nobody_is_no_folder():
+    with pytest.raises(UserError, match=r"^--model=~no-such-user/config is no folder; valid: "):
+        read_description("~no-such-user/config", "--model")
+
+
 def test_the_doctor_shows_both_models(capsys):
     assert doctor.main(["--model", str(TARGET), "--draft", str(DRAFT)]) == 0
     shown = " ".join(capsys.readouterr().out.split())
