@@ -153,6 +153,7 @@ class EagleConfig:
 class HeadFile:
     """The keys of a head's config.json that are read, besides those of its layer."""
 
+    transformer_layer_config: dict[str, Any] | None = None  # null: as if it were missing
     draft_vocab_size: Vocabulary | None = None
     target_hidden_size: Width | None = None
     eagle_aux_hidden_state_layer_ids: Layers = None
@@ -161,6 +162,12 @@ class HeadFile:
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
+
+
+def layer_of(plain: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the keys of a head's layer: an object of their own, or next to the head's."""
+    layer: Mapping[str, Any] | None = plain.get(LAYER)
+    return plain if layer is None else layer
 
 
 def head_from(
@@ -177,7 +184,7 @@ def head_from(
             f"{name}: speculators_model_type={kind!r} is not supported; supported: eagle3, mtp"
         )
     file = parse(HeadFile, plain, where=name)
-    layer = plain.get(LAYER, plain)
+    layer = layer_of(plain)
     model = from_hugging_face(dict(layer) | {"tie_word_embeddings": False}, name)
     if layer.get("model_type") not in FAMILIES or model.num_layers != 1:
         raise UserError(
@@ -219,9 +226,9 @@ def _input_norms(file: HeadFile) -> Literal["none", "joint", "each"]:
 
 def unread_keys_of_head(plain: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of a head's config.json that `head_from` does not read, with their values."""
-    layer = plain.get(LAYER, plain)
+    layer = layer_of(plain)
     nested = plain.get("eagle_config") or {}
-    read_of_layer = {entry.name for entry in fields(HeadFile)} | {*BOOKKEEPING, LAYER}
+    read_of_layer = {entry.name for entry in fields(HeadFile)} | {*BOOKKEEPING}
     unread = unread_keys(layer, expected=read_of_layer)
     if layer is not plain:
         read = read_of_layer | WITHOUT_EFFECT | {"model_type", "tie_word_embeddings"}

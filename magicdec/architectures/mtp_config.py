@@ -11,7 +11,7 @@ from typing import Any
 from pydantic.dataclasses import dataclass
 from typing_extensions import override
 
-from magicdec.architectures.head_config import BOOKKEEPING, LAYER
+from magicdec.architectures.head_config import BOOKKEEPING, layer_of
 from magicdec.architectures.hugging_face import from_hugging_face, unread_keys
 from magicdec.architectures.model_config import Layers, ModelConfig
 from magicdec.errors import UserError
@@ -73,19 +73,19 @@ class MtpConfig(ModelConfig):
 class MtpFile:
     """The keys of a config.json of such modules that are read, besides those of their layers."""
 
+    transformer_layer_config: dict[str, Any] | None = None
     num_nextn_predict_layers: Layers = 1
 
 
 def mtp_from(plain: Mapping[str, Any], name: str = "config.json") -> MtpConfig:
     """Return the modules that a config.json describes; `name` is what errors call the file."""
     file = parse(MtpFile, plain, where=name)
-    layer = plain.get(LAYER, plain)
-    model = from_hugging_face(dict(layer) | {"tie_word_embeddings": False}, name)
+    model = from_hugging_face(dict(layer_of(plain)) | {"tie_word_embeddings": False}, name)
     values = {entry.name: getattr(model, entry.name) for entry in fields(ModelConfig)}
     return MtpConfig(**values | {"num_layers": file.num_nextn_predict_layers})
 
 
 def unread_keys_of_mtp(plain: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of such a config.json that `mtp_from` does not read, with their values."""
-    read = {entry.name for entry in fields(MtpFile)} | {*BOOKKEEPING, LAYER}
-    return unread_keys(plain.get(LAYER, plain), expected=read)
+    read = {entry.name for entry in fields(MtpFile)} | {*BOOKKEEPING}
+    return unread_keys(layer_of(plain), expected=read)

@@ -199,6 +199,21 @@ def test_modules_are_read_from_a_folder(tmp_path, capsys):
     assert config.num_parameters == sum(weight.numel() for weight in modules.parameters())
 
 
+@pytest.mark.parametrize(
+    ("layer", "said"),
+    [
+        ([1], r"transformer_layer_config=\[1\]: must be a JSON object"),
+        ("llama", "transformer_layer_config='llama': must be a JSON object"),
+        (None, "no model_type is given"),  # null: as if it were missing
+    ],
+)
+def test_modules_whose_layers_are_no_object_are_refused(layer, said, tmp_path):
+    described = {"speculators_model_type": "mtp", "transformer_layer_config": layer}
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    with pytest.raises(UserError, match=said):
+        read_config(tmp_path)
+
+
 def test_a_target_of_our_own_without_a_folder_of_modules_is_refused():
     with pytest.raises(
         UserError, match=r"^draft.model.path=null: the target's checkpoint holds no"

@@ -125,11 +125,21 @@ def changed(folder: Path, tmp_path: Path, **values) -> Path:
             {"eagle_config": {"use_aux_hidden_state": False}},
             "use_aux_hidden_state=false is not supported",
         ),
+        (
+            {"transformer_layer_config": [1]},
+            r"transformer_layer_config=\[1\]: must be a JSON object",
+        ),
     ],
 )
 def test_heads_of_another_kind_are_refused(tmp_path, values, message):
     with pytest.raises(UserError, match=message):
         read_config(changed(HEADS / "llama-eagle", tmp_path, **values))
+
+
+def test_a_layer_that_is_null_is_next_to_the_keys_of_the_head(tmp_path):
+    folder = HEADS / "llama-eagle"
+    head = read_config(changed(folder, tmp_path, transformer_layer_config=None))
+    assert head == read_config(folder)
 
 
 def test_a_vocabulary_that_is_not_the_targets_is_refused(tmp_path):
