@@ -12,6 +12,7 @@ threads version | errors units shell processes | inputs | architectures | config
 kernels | verification data | attention | models | cache | decoding | drafts | engine | measure |
 serving | peers | tracking | report | planning | scenarios | http calibrate conformance |
 commands"""
+ENGINE = "kernels attention models cache decoding drafts verification engine"
 RANKS = {name: rank for rank, names in enumerate(LAYERS.split("|")) for name in names.split()}
 # The command line and the Python API may import from every layer. Only they import each other, and
 # the package itself offers the API: a module that imports a name from it imports whatever the API
@@ -35,15 +36,17 @@ def imports(path):
             yield from (alias.name for alias in node.names if alias.name.startswith("magicdec"))
 
 
+def room_of(module):
+    return module.split(".")[1] if "." in module else ""
+
+
 def test_no_import_runs_up():
     wrong = []
     for name, path in FILES.items():
         for imported in imports(path):
             if (name, imported) == ("magicdec", "magicdec.api"):
                 continue
-            ours, theirs = (
-                module.split(".")[1] if "." in module else "" for module in (name, imported)
-            )
+            ours, theirs = room_of(name), room_of(imported)
             up = (
                 theirs
                 and ours != theirs
@@ -55,6 +58,17 @@ def test_no_import_runs_up():
             elif imported not in FILES:
                 wrong.append(f"{name} imports {imported}, which does not exist")
     assert wrong == []
+
+
+def test_the_engine_imports_neither_the_cost_model_nor_the_store():
+    """Lazy imports count, too."""
+    found = [
+        f"{name} imports {imported}"
+        for name, path in FILES.items()
+        for imported in imports(path)
+        if room_of(name) in ENGINE.split() and room_of(imported) in ("costmodel", "tracking")
+    ]
+    assert found == []
 
 
 def test_no_modules_import_each_other():

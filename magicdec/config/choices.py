@@ -31,6 +31,9 @@ Scores = Literal["never", "step", "verification"]
 
 FP32, INT32, INT64 = 4, 4, 8  # bytes
 AUTO_GAMMAS = (1, 2, 3, 5, 8)  # what draft.gamma=auto chooses among: a captured round each
+# The most rows of a matmul for which a GPU reads codes of weights (draft.quantization). With more,
+# decoding once costs less than rereading the input.
+CODE_ROWS = 64
 
 
 @dataclass(frozen=True, config=STRICT)

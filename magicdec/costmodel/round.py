@@ -8,7 +8,7 @@ from math import comb
 from typing import Any, NamedTuple
 
 from magicdec.architectures.model_config import ModelConfig, check_ranks
-from magicdec.config.choices import FP32, CacheConfig, CacheSpec, DraftConfig
+from magicdec.config.choices import CODE_ROWS, FP32, CacheConfig, CacheSpec, DraftConfig
 from magicdec.config.registry import DRAFTS, POLICIES
 from magicdec.costmodel.hardware import Hardware
 from magicdec.costmodel.kernel_costs import CODES, SCORES, SELECTING, WEIGHTS, work_of
@@ -17,9 +17,6 @@ from magicdec.costmodel.routing import UNIFORM, Routing
 from magicdec.costmodel.targets import model_label
 from magicdec.errors import UserError
 
-# The most rows of a matmul for which a GPU reads codes. With more, decoding once costs less than
-# rereading the input.
-CODE_ROWS = 64
 # The bytes of a weight in a layer's matrices: its code, and a 32nd of its group's scale.
 QUANTIZED_BYTES = {"int8": 1 + BF16 / 32, "int4": 0.5 + BF16 / 32}
 PREFILL_CHUNK = 2048  # tokens of a prefill pass

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
-from magicdec.costmodel.round import CODE_ROWS
+from magicdec.config.choices import CODE_ROWS
 from magicdec.errors import UserError
 from magicdec.kernels.toolchain import triton_obstacle
 from magicdec.models.transformer import Transformer

@@ -3,12 +3,12 @@ from dataclasses import replace
 import pytest
 
 from magicdec.architectures.mtp_config import MtpConfig
-from magicdec.config.choices import ModelChoice
+from magicdec.config.choices import CODE_ROWS, ModelChoice
 from magicdec.config.registry import POLICIES
 from magicdec.costmodel.hardware import configured, hardware_named
 from magicdec.costmodel.memory_estimate import memory
 from magicdec.costmodel.roofline import BF16, Pass, step_time
-from magicdec.costmodel.round import CODE_ROWS, Setup, prefill_s, round_times
+from magicdec.costmodel.round import Setup, prefill_s, round_times
 from magicdec.drafts.hierarchical import Hierarchical
 from magicdec.drafts.layer_skip import LayerSkip
 from magicdec.drafts.model import IndependentModel

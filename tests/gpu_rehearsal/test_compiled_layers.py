@@ -16,8 +16,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.utils._pytree import tree_leaves
 
+from magicdec.config.choices import CODE_ROWS
 from magicdec.costmodel.hardware import hardware_named
-from magicdec.costmodel.round import CODE_ROWS, Setup
+from magicdec.costmodel.round import Setup
 from magicdec.decoding.state import TARGET, State
 from magicdec.drafts.self import SelfSpeculation
 from magicdec.models import quantize

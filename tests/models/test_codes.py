@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("torchao")
 pytest.importorskip("triton", reason="needs Triton (Linux only)")
 
-from magicdec.costmodel.round import CODE_ROWS
+from magicdec.config.choices import CODE_ROWS
 from magicdec.models import code_matmul, quantize
 from tests.gpu_rehearsal.compile import GPUS, compiled
 from tests.gpu_rehearsal.fake import fake_cuda
