@@ -73,6 +73,27 @@ def test_enough_families_are_counted():
     assert len({model_type for model_type, _ in FAMILIES}) >= 15
 
 
+def quantized(method: str, **settings: Any) -> dict[str, Any]:
+    return {"quantization_config": {"quant_method": method, **settings}}
+
+
+WHOLE_ROWS = {"group_0": {"weights": {"num_bits": 8, "group_size": -1}}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_bytes"),
+    [
+        (quantized("gptq", bits=4, group_size=128), 0.5 + 2.5 / 128),
+        (quantized("gptq", bits=4, group_size=-1), 0.5),  # a scale for a whole row
+        (quantized("awq", w_bit=4, group_size=0), 0.5),
+        (quantized("compressed-tensors", config_groups=WHOLE_ROWS), 1.0),
+    ],
+)
+def test_bytes_of_a_weight_include_its_share_of_a_scale(settings, num_bytes):
+    config = describe(plain_of("llama", settings), "config.json")
+    assert {matrix.stored_bytes for matrix in config.matrices} == {num_bytes}
+
+
 @pytest.mark.parametrize(
     ("model_type", "settings", "said"),
     [
@@ -80,6 +101,10 @@ def test_enough_families_are_counted():
         ("llama4_text", {"num_local_experts": 4}, "interface of experts"),
         ("no_such_model", {}, "is not known to transformers"),
         ("llama", {"quantization_config": {"quant_method": "magic"}}, "quant_method=magic"),
+        ("llama", quantized("gptq", bits="4"), "its weights is not known from these settings"),
+        ("llama", quantized("gptq", bits=-4), "stored_bytes=-0.48[0-9]*: must be above 0"),
+        ("llama", quantized("gptq", modules_to_not_convert=["*up"]), "from these settings"),
+        ("llama", quantized("compressed-tensors", config_groups=[1]), "from these settings"),
     ],
 )
 def test_what_cannot_be_counted_is_refused_in_one_line(model_type, settings, said):

@@ -2,6 +2,7 @@
 pass without storage leaves behind.
 """
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import inf
@@ -32,20 +33,56 @@ SCALE_OF_16 = 1 / 16  # of NVFP4: a byte for 16 weights
 SCALE_OF_BLOCK = 4 / 128**2  # of FP8
 
 
+def _in_groups(settings: Mapping[str, Any]) -> float:
+    """Return the bytes of a weight whose group has a scale in 16 bits and a zero."""
+    bits = settings.get("bits") or settings.get("w_bit") or 4
+    return bits / 8 + (2 + bits / 8) / _group_size(settings, 128)
+
+
+def _in_schemes(settings: Mapping[str, Any]) -> float:
+    """Return the bytes of a weight of the first scheme, as of compressed-tensors."""
+    schemes = (settings.get("config_groups") or {}).values()
+    weights = next((scheme.get("weights") or {} for scheme in schemes), {})
+    return weights["num_bits"] / 8 + 2 / _group_size(weights, inf)
+
+
+def _group_size(settings: Mapping[str, Any], usual: float) -> float:
+    """Return how many weights share a scale; a size such as -1 means all of a row."""
+    size = settings.get("group_size")
+    if size is None:
+        return usual
+    return size if size > 0 else inf
+
+
+# Of a weight, by quant_method.
+BYTES_BY_METHOD: dict[str, Callable[[Mapping[str, Any]], float]] = {
+    "mxfp4": lambda settings: 0.5 + SCALE_OF_32,
+    "nvfp4": lambda settings: 0.5 + SCALE_OF_16,
+    "fp8": lambda settings: 1 + SCALE_OF_BLOCK,
+    "fbgemm_fp8": lambda settings: 1.0,
+    "awq": _in_groups,
+    "gptq": _in_groups,
+    "compressed-tensors": _in_schemes,
+}
+
+
 class WeightSizes:
     """The sizes of weights in a quantized checkpoint, by its `quantization_config`."""
 
     def __init__(self, settings: Mapping[str, Any] | None):
         """Raise UserError for a method whose sizes are not known."""
-        self.settings = settings or {}
-        patterns = [name for key in EXCLUDED for name in self.settings.get(key) or ()]
-        self.excluded = [str(name).removeprefix("re:") for name in patterns]
-        self.only_experts = self._method == "mxfp4"
-        self.bytes = self._bytes() if settings else None
-
-    @property
-    def _method(self) -> str:
-        return str(self.settings.get("quant_method"))
+        plain = settings or {}
+        method = str(plain.get("quant_method"))
+        self.only_experts = method == "mxfp4"
+        try:
+            patterns = [name for key in EXCLUDED for name in plain.get(key) or ()]
+            self.excluded = [re.compile(str(name).removeprefix("re:")).pattern for name in patterns]
+            self.bytes = BYTES_BY_METHOD[method](plain) if plain else None
+        except (AttributeError, KeyError, TypeError, re.error):  # another method, or broken values
+            raise UserError(
+                f"quant_method={method}: the size of its weights is not known from these settings;"
+                f" known methods: {', '.join(BYTES_BY_METHOD)}"
+            ) from None
 
     def of(self, name: str, module: nn.Module) -> float | None:
         """Return the bytes of a weight of a module; None where it is not quantized."""
@@ -54,30 +91,6 @@ class WeightSizes:
         if not is_converted or not should_convert_module(name, self.excluded):
             return None
         return self.bytes
-
-    def _bytes(self) -> float:
-        group = self.settings.get("group_size") or 128
-        bits = self.settings.get("bits") or self.settings.get("w_bit") or 4
-        groups = self.settings.get("config_groups") or {}
-        weights = next((value.get("weights") or {} for value in groups.values()), {})
-        known: dict[str, Callable[[], float]] = {
-            "mxfp4": lambda: 0.5 + SCALE_OF_32,
-            "nvfp4": lambda: 0.5 + SCALE_OF_16,
-            "fp8": lambda: 1 + SCALE_OF_BLOCK,
-            "fbgemm_fp8": lambda: 1.0,
-            "awq": lambda: bits / 8 + (2 + bits / 8) / group,
-            "gptq": lambda: bits / 8 + (2 + bits / 8) / group,
-            "compressed-tensors": lambda: (
-                weights["num_bits"] / 8 + 2 / (weights.get("group_size") or inf)
-            ),
-        }
-        try:
-            return known[self._method]()
-        except (KeyError, TypeError):
-            raise UserError(
-                f"quant_method={self._method}: the size of its weights is not known; known:"
-                f" {', '.join(known)}"
-            ) from None
 
 
 def matrices_of(

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -21,7 +22,7 @@ from magicdec.architectures.generation_config import GenerationConfig, eos_ids
 from magicdec.architectures.layer_facts import Matrices, TokenMemory
 from magicdec.architectures.modules_config import SINKS, SOFTCAP, ModulesConfig, MtpFacts
 from magicdec.errors import UserError, in_one_line
-from magicdec.inputs.rules import parse
+from magicdec.inputs.rules import parse, refusal
 from magicdec.models.adapter.counts import (
     EXPERTS_PER_TOKEN,
     TOKENS,
@@ -79,6 +80,8 @@ def describe(plain: Mapping[str, Any], name: str) -> ModulesConfig:
             described = _runnable(whole, stored)
         except UserError as error:
             described = _counted(whole, stored, str(error))
+    except ValidationError as error:
+        raise refusal(error, where=name) from None
     except UserError as error:
         raise UserError(f"{name}: {error}") from None
     return replace(described, config_json=json.dumps(plain, sort_keys=True))
@@ -120,18 +123,18 @@ def _runnable(whole: Any, stored: WeightSizes) -> ModulesConfig:
     )
 
 
-def _counted(whole: Any, stored: WeightSizes, refusal: str) -> ModulesConfig:
+def _counted(whole: Any, stored: WeightSizes, reason: str) -> ModulesConfig:
     """Return what is needed to predict a model that cannot run here. Raise UserError, with the
     reason why it cannot run, where it cannot be counted either.
     """
     if getattr(whole, "is_encoder_decoder", False):
-        raise UserError(refusal)
+        raise UserError(reason)
     try:
         model = storeless(whole, torch.bfloat16, COUNTED)
         counted = _of_modules(whole, model, kept_by_a_pass(model), stored)
     except UserError as error:
-        raise UserError(f"{refusal}; nor can it be predicted: {error}") from None
-    return replace(counted, refusal=refusal)
+        raise UserError(f"{reason}; nor can it be predicted: {error}") from None
+    return replace(counted, refusal=reason)
 
 
 def _of_modules(whole: Any, model: Any, cache: Any, stored: WeightSizes) -> ModulesConfig:
