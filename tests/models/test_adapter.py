@@ -241,6 +241,17 @@ REFUSED = [
         "layer_types='chunked_attention' of model_type='llama4_text' is not supported",
     ),
     ({"model_type": "mamba"}, "is not supported|cannot run over a cache"),
+    ({"model_type": "bloom"}, "its configuration has no max_position_embeddings, which"),
+    ({"model_type": "mpt"}, "its configuration has no max_position_embeddings, which"),
+    ({"model_type": "bert", "num_hidden_layers": 1}, "its modules keep no keys and values"),
+    ({"model_type": "openai-gpt"}, "its modules keep no keys and values"),
+    ({"model_type": "musicgen"}, "transformers refuses it .*: Multiple valid text configs"),
+    (
+        {"model_type": "mllama", "text_config": {"num_hidden_layers": 2}},
+        "its decoder does not return one residual stream",
+    ),
+    # Its configuration does not say whether embeddings are tied.
+    ({"model_type": "inkling_text", "num_hidden_layers": 2}, "layer_types='hybrid_sliding'"),
     (
         SIZES | {"model_type": "olmo2", "rope_parameters": DYNAMIC},
         "rope_type=dynamic is not supported",

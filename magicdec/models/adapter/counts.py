@@ -174,7 +174,15 @@ def kept_by_a_pass(model: Any) -> Any:
             f"model_type={model.config.model_type}: its modules cannot be counted"
             f" ({in_one_line(error):.160})"
         ) from None
-    return output.past_key_values
+    return cache_of(output, model.config)
+
+
+def cache_of(output: Any, config: Any) -> Any:
+    """Return the cache that a pass has left. Raise UserError for modules that keep none."""
+    cache = getattr(output, "past_key_values", None)
+    if cache is None:
+        raise UserError(f"model_type={config.model_type}: its modules keep no keys and values")
+    return cache
 
 
 def memories_of(cache: Any, config: Any, last: bool = False) -> tuple[TokenMemory, ...]:

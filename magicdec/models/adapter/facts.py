@@ -28,6 +28,7 @@ from magicdec.models.adapter.counts import (
     TOKENS,
     ScalarsAreOne,
     WeightSizes,
+    cache_of,
     kept_by_a_pass,
     matrices_of,
     memories_of,
@@ -41,6 +42,14 @@ from magicdec.models.adapter.transformers_library import check_version, config_o
 RECORDING, STORELESS = "magicdec_recording", "magicdec_storeless"
 ATTENTION_LAYERS = ("full_attention", "sliding_attention")  # of layer_types
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+# Sizes in a configuration, of which few families lack any.
+NEEDED = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "max_position_embeddings",
+)
 COUNTED = "sdpa"  # attention of models that are counted and cannot run here
 
 
@@ -127,7 +136,7 @@ def _counted(whole: Any, stored: WeightSizes, reason: str) -> ModulesConfig:
     """Return what is needed to predict a model that cannot run here. Raise UserError, with the
     reason why it cannot run, where it cannot be counted either.
     """
-    if getattr(whole, "is_encoder_decoder", False):
+    if getattr(whole, "is_encoder_decoder", False) or _missing_sizes(whole.get_text_config()):
         raise UserError(reason)
     try:
         model = storeless(whole, torch.bfloat16, COUNTED)
@@ -161,7 +170,7 @@ def _of_modules(whole: Any, model: Any, cache: Any, stored: WeightSizes) -> Modu
         num_kv_heads=heads,
         head_dim=widest + widest % 2,
         max_position_embeddings=config.max_position_embeddings,
-        tie_word_embeddings=bool(whole.tie_word_embeddings),
+        tie_word_embeddings=bool(getattr(whole, "tie_word_embeddings", False)),
         eos_token_ids=eos_ids(parse(GenerationConfig, {"eos_token_id": config.eos_token_id})),
         model_type=whole.model_type,
         parameters=sum(weight.numel() for weight in model.parameters()),
@@ -175,8 +184,8 @@ def _of_modules(whole: Any, model: Any, cache: Any, stored: WeightSizes) -> Modu
 
 
 def refuse(config: Any) -> None:
-    """Raise UserError for a model that keeps more than keys and values, and for a rotary embedding
-    whose angles change with the length.
+    """Raise UserError for a model that keeps more than keys and values, for a rotary embedding
+    whose angles change with the length, and for a configuration without a size that is needed.
     """
     if getattr(config, "is_encoder_decoder", False):
         raise UserError(f"{config.model_type} is not a decoder alone, and not supported")
@@ -194,6 +203,15 @@ def refuse(config: Any) -> None:
             "rope_type=dynamic is not supported: its angles change with the length, so that entries"
             " of a cache would not suit each other"
         )
+    if missing := _missing_sizes(config):
+        raise UserError(
+            f"model_type={config.model_type!r:.60}: its configuration has no {missing[0]}, which"
+            " running and predicting a model need"
+        )
+
+
+def _missing_sizes(config: Any) -> list[str]:
+    return [name for name in NEEDED if getattr(config, name, None) is None]
 
 
 def _is_recurrent(config: Any) -> bool:
@@ -253,9 +271,12 @@ def record(model: Any, longest: int) -> Recording:
             f"model_type={model.config.model_type}: its modules cannot run over a cache of ours"
             f" ({in_one_line(error):.160})"
         ) from None
-    if output.last_hidden_state.dim() != 3:
-        raise UserError(f"model_type={model.config.model_type}: it has several residual streams")
-    recording.cache = output.past_key_values
+    hidden = getattr(output, "last_hidden_state", None)
+    if hidden is None or hidden.dim() != 3:
+        raise UserError(
+            f"model_type={model.config.model_type}: its decoder does not return one residual stream"
+        )
+    recording.cache = cache_of(output, model.config)
     return recording
 
 

@@ -58,9 +58,11 @@ def config_of(plain: Mapping[str, Any]) -> Any:
             f" {transformers.__version__}{remote}"
         )
     try:
-        return mapping[model_type].from_dict(dict(plain))
+        config = mapping[model_type].from_dict(dict(plain))
+        config.get_text_config()  # fails where a model has several
     except Exception as error:  # its own checks, of many kinds
         raise UserError(f"transformers refuses it ({in_one_line(error):.300})") from None
+    return config
 
 
 def unread_keys(plain: Mapping[str, Any]) -> dict[str, Any]:
