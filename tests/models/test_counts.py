@@ -87,6 +87,7 @@ WHOLE_ROWS = {"group_0": {"weights": {"num_bits": 8, "group_size": -1}}}
         (quantized("gptq", bits=4, group_size=-1), 0.5),  # a scale for a whole row
         (quantized("awq", w_bit=4, group_size=0), 0.5),
         (quantized("compressed-tensors", config_groups=WHOLE_ROWS), 1.0),
+        ({"compression_config": {"quant_method": "gptq", "bits": 8, "group_size": -1}}, 1.0),
     ],
 )
 def test_bytes_of_a_weight_include_its_share_of_a_scale(settings, num_bytes):
@@ -101,6 +102,7 @@ def test_bytes_of_a_weight_include_its_share_of_a_scale(settings, num_bytes):
         ("llama4_text", {"num_local_experts": 4}, "interface of experts"),
         ("no_such_model", {}, "is not known to transformers"),
         ("llama", {"quantization_config": {"quant_method": "magic"}}, "quant_method=magic"),
+        ("llama", {"compression_config": [1]}, r"compression_config=\[1\]: must hold keys"),
         ("llama", quantized("gptq", bits="4"), "its weights is not known from these settings"),
         ("llama", quantized("gptq", bits=-4), "stored_bytes=-0.48[0-9]*: must be above 0"),
         ("llama", quantized("gptq", modules_to_not_convert=["*up"]), "from these settings"),

@@ -67,7 +67,7 @@ BYTES_BY_METHOD: dict[str, Callable[[Mapping[str, Any]], float]] = {
 
 
 class WeightSizes:
-    """The sizes of weights in a quantized checkpoint, by its `quantization_config`."""
+    """The sizes of weights in a quantized checkpoint, by the settings of its quantization."""
 
     def __init__(self, settings: Mapping[str, Any] | None):
         """Raise UserError for a method whose sizes are not known."""

@@ -21,6 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from magicdec.architectures.generation_config import GenerationConfig, eos_ids
 from magicdec.architectures.layer_facts import Matrices, TokenMemory
 from magicdec.architectures.modules_config import SINKS, SOFTCAP, ModulesConfig, MtpFacts
+from magicdec.architectures.quantized_checkpoints import QUANTIZED
 from magicdec.errors import UserError, in_one_line
 from magicdec.inputs.rules import parse, refusal
 from magicdec.models.adapter.counts import (
@@ -84,7 +85,8 @@ def describe(plain: Mapping[str, Any], name: str) -> ModulesConfig:
     check_version()
     try:
         whole = config_of(plain)
-        stored = WeightSizes(plain.get("quantization_config"))
+        key = next((key for key in QUANTIZED if plain.get(key)), None)
+        stored = WeightSizes(parse(dict[str, Any], plain[key], key) if key else None)
         try:
             described = _runnable(whole, stored)
         except UserError as error:
