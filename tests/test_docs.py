@@ -9,6 +9,7 @@ import tomllib
 from itertools import chain
 
 import pytest
+import torch
 from pydantic import TypeAdapter
 
 import magicdec
@@ -16,6 +17,7 @@ from magicdec import cli
 from magicdec.commands.report import main
 from magicdec.config.choices import CacheConfig, DraftConfig
 from magicdec.config.options import known_keys
+from magicdec.measure.expert_choices import line_of, metrics_of
 from magicdec.tracking.result_types import RunFacts, RunResult
 from magicdec.units import WAYS
 from tests.programs import ROOT, python
@@ -162,9 +164,13 @@ def test_every_setting_is_in_the_reference():
     assert keys - groups - shown == set()
 
 
-DEFINED = re.findall(
-    r"`([\w/<>.-]+)`", (ROOT / "docs/reference/metrics.md").read_text(encoding="utf-8")
-)
+DEFINED = [
+    name
+    for name in re.findall(
+        r"`([\w/<>.-]+)`", (ROOT / "docs/reference/metrics.md").read_text(encoding="utf-8")
+    )
+    if not re.fullmatch(r"<\w+>", name)  # a placeholder, of any metric
+]
 PATTERNS = [
     re.compile(re.sub(r"<\w+>", lambda found: r"\d+" if found[0] == "<i>" else r"[\w/.]+", name))
     for name in DEFINED
@@ -186,6 +192,30 @@ SERVE = [
     "scenario.concurrencies=[2]",
 ]
 
+PLAN = [
+    "scenario=plan",
+    "hardware=h100",
+    "target=llama-3.1-8b",
+    "scenario.alpha=0.8",
+    "scenario.save_as=null",
+]
+VERIFY = [
+    "scenario=verify",
+    "scenario.batch_sizes=[2]",
+    "scenario.context_lens=[64]",
+    "scenario.gammas=[1]",
+    "scenario.repeats=2",
+    "batch.generate_len=8",
+    "cache.budget=16",
+]
+PROFILE = [
+    "scenario=profile",
+    "scenario.batch_sizes=[2]",
+    "scenario.context_lens=[64]",
+    "scenario.gammas=[1,2]",
+    "cache.budget=16",
+]
+
 
 @pytest.mark.parametrize(
     "overrides",
@@ -200,8 +230,12 @@ SERVE = [
             "batch.size=48",
             "batch.context_len=32000",
         ],
+        PLAN,
+        [*PLAN, "scenario.schedule=vllm", "draft=ngram"],
+        VERIFY,
+        PROFILE,
     ],
-    ids=["compare", "sampled", "serve", "predict"],
+    ids=["compare", "sampled", "serve", "predict", "plan", "schedule", "verify", "profile"],
 )
 def test_every_metric_is_defined(overrides, tmp_path):
     run = magicdec.run(
@@ -216,6 +250,13 @@ def test_every_metric_is_defined(overrides, tmp_path):
     assert undefined == set()
     TypeAdapter(RunResult).validate_python(run.metrics)
     assert {key for key in run.metrics if key in NAMED} <= RunResult.__annotations__.keys()
+
+
+def test_metrics_of_experts_are_defined():
+    """The bundled models have none."""
+    figures = metrics_of([line_of(torch.tensor([[[0, 1], [0, 2]]]), num_experts=4, most=2)])
+    assert len(figures) == 3
+    assert {key for key in figures if not any(p.fullmatch(key) for p in PATTERNS)} == set()
 
 
 def test_every_metric_that_has_a_type_is_defined():
