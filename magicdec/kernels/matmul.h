@@ -1,4 +1,5 @@
-// y = x W^T for few rows of x, at the speed of memory: W (N, K) is read once, in its own layout.
+// y = x W^T for few rows of x, at the speed of memory: W (N, K) is read in its own layout, once for each part of x: up to
+// 8 R rows, or more where K is small.
 //
 // A tile is some rows of x times C rows of W: their products are added up in vectors along K, which stay in registers,
 // and each vector is summed at the end. So an output adds its products in an order that depends on K alone: a row's
