@@ -226,8 +226,8 @@ def share_of_best(turns: Sequence[Mapping[int, float]], choice: int) -> ShareOfB
     every turn.
 
     The largest of several noisy speeds is too large: against it even a perfect choice falls short
-    (the winner's curse). So the best of each turn is chosen by the other turns, and both are
-    compared on the turn that had no say. That is not too low, but too high where the other turns
+    (the winner's curse). So the best of each turn is chosen from the other turns only, and both
+    are compared on the held-out turn. That is not too low, but too high where the other turns
     choose badly: the true share is expected between the two.
     """
     medians = {choice: median(turn[choice] for turn in turns) for choice in turns[0]}
