@@ -132,7 +132,8 @@ def _nucleus(p: Tensor, top_p: float | Tensor, likeliest: Tensor | None) -> Tens
         if ordered.shape == p.shape or ((cdf[..., -1:] >= top_p) | (top_p >= 1)).all():
             break
     stays = cdf - ordered < top_p
-    least = ordered.gather(-1, stays.sum(-1, keepdim=True) - 1)
+    last = (stays.sum(-1, keepdim=True) - 1).clamp(min=0)  # none stays where p is NaN
+    least = ordered.gather(-1, last)
     ties = p == least
     num_ties = (stays & (ordered == least)).sum(-1, keepdim=True)
     return (p > least) | ties & (ties.cumsum(-1, dtype=torch.int32) <= num_ties) | (top_p >= 1)

@@ -53,6 +53,7 @@ def test_failures_during_the_run(tmp_path, monkeypatch, failure, raised, kind, r
     ("scenario", "keys"),
     [
         ("compare", []),
+        ("compare", ["sampling=sample"]),
         ("serve", ["scenario.concurrencies=[1]", "scenario.num_requests=1"]),
         (
             "profile",

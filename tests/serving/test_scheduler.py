@@ -193,7 +193,8 @@ def test_a_failure_between_chunks_is_not_blamed_on_the_prompt(monkeypatch):
     assert other.end is None  # the engine, which sees the error, ends them all
 
 
-def test_a_request_whose_logits_are_not_finite_fails_alone():
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8, top_p=0.9)])
+def test_a_request_whose_logits_are_not_finite_fails_alone(sampling):
     """It fails in its prefill or in a round; the next request in its slot is served as usual."""
     prompts = random_prompts([30, 20, 30, 20])
     expected = [alone(prompt, 12) for prompt in prompts]
@@ -201,7 +202,7 @@ def test_a_request_whose_logits_are_not_finite_fails_alone():
     target = noisy_copy(TARGET, 0.0)
     target.embed.weight.data[strange] = float("nan")
     slots = slots_with("self", "streaming", 1, target)
-    bad = Request([*prompts[0], strange], Params(12))
+    bad = Request([*prompts[0], strange], Params(12, sampling))
     requests = [Request(prompt, Params(12, ENDLESS)) for prompt in prompts]
     scheduler = Scheduler(slots)
     for request in (requests[0], bad, requests[1]):
@@ -216,6 +217,25 @@ def test_a_request_whose_logits_are_not_finite_fails_alone():
     assert all("NaN or infinite" in str(request.error) for request in (bad, requests[2]))
     served = [0, 1, 3]
     assert [requests[i].tokens for i in served] == [expected[i] for i in served]
+
+
+def test_a_request_whose_logits_are_not_finite_fails_next_to_a_sampled_one():
+    """Top-p cuts all rows together. The neighbour gets what it would get alone."""
+    prompts = random_prompts([30, 20])
+    params = Params(12, Sampling(1.0, top_p=0.9, seed=5, ignore_eos=True))
+    apart, sampled = (Request(prompts[0], params) for _ in range(2))
+    serve(Scheduler(slots_with("self", "streaming", 1)), [apart], 0)
+    slots, bad = slots_with("self", "streaming", 2), Request(prompts[1], Params(12, ENDLESS))
+    scheduler = submitted(slots, [sampled, bad])
+    while scheduler.waiting:
+        scheduler.step()
+    slot = next(slot for slot, request in scheduler.running.items() if request is bad)
+    slots.batch.decoder.cache.v_LBKSD[:, slot, :, 0] = float("nan")
+    while not scheduler.idle:
+        scheduler.step()
+    assert (sampled.end, bad.end) == ("length", "failed")
+    assert "NaN or infinite" in str(bad.error)
+    assert sampled.tokens == apart.tokens
 
 
 @pytest.mark.parametrize(

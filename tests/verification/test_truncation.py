@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from magicdec.verification import sampling as ours
-from magicdec.verification.sampling import Sampling, Use, choose, draw, probabilities
+from magicdec.verification.sampling import (
+    RowSampling,
+    Sampling,
+    Use,
+    choose,
+    draw,
+    probabilities,
+)
 from tests.chi_square import chisquare
 from tests.verification.twin import SETTINGS, check
 
@@ -66,6 +73,20 @@ def test_a_draw_from_nan_is_a_token(vocab):
         <= int(draw(torch.full((vocab,), float("nan")), torch.tensor(0.5, dtype=torch.float64)))
         < vocab
     )
+
+
+def test_a_row_of_nans_leaves_others_as_they_are():
+    """Its own probabilities are NaN, which a pass reports; cutting it must not fail."""
+    logits = torch.randn(2, 3, 300, generator=torch.Generator().manual_seed(4))
+    logits[1] = float("nan")
+    rows = RowSampling(2, "cpu")
+    rows.set_row(0, Sampling(0.8, 5, 0.9))
+    rows.set_row(1, Sampling(0.8, top_p=0.9))
+    for sampling in (*SETTINGS, rows):
+        p = probabilities(logits, sampling)
+        assert p[1].isnan().all()
+        alone = Sampling(0.8, 5, 0.9) if sampling is rows else sampling
+        torch.testing.assert_close(p[:1], probabilities(logits[:1], alone))
 
 
 def test_a_token_does_not_depend_on_other_rows():
