@@ -11,8 +11,9 @@ from torch import Tensor
 from magicdec.attention.base import Attention
 from magicdec.cache.observed import ReplayedCache
 from magicdec.decoding.prefill import Advance
+from magicdec.errors import UserError
 from magicdec.models.kv_cache import KVCache
-from magicdec.models.last_queries import LastQueries
+from magicdec.models.last_queries import MOST_KEPT, LastQueries
 from magicdec.models.transformer import Transformer
 
 
@@ -30,8 +31,15 @@ def score(
     The cache holds the rows' first `cache.seqlens_B` <= `longest` tokens, and is left as it is.
     `feed` runs the model over tokens, by their indices (B, T), and a view of the cache. A row
     shorter than `last` is scored by all of its tokens. Call `progress` with the number of tokens of
-    each chunk.
+    each chunk. Raise UserError for a cache with recurrent states, which cannot go back to the
+    first of these tokens.
     """
+    if cache.states is not None:
+        raise UserError(
+            f"cache: the policy scores the context by running its last {last} tokens again, and"
+            " recurrent layers cannot go back; choose one that scores by at most"
+            f" {MOST_KEPT} tokens"
+        )
     view = ReplayedCache(cache)
     for index_BT in _chunks(view, model.attention, longest, last):
         feed(index_BT, view)

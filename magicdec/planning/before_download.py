@@ -12,6 +12,7 @@ from magicdec.attention import backends
 from magicdec.config.registry import DRAFTS, POLICIES
 from magicdec.costmodel.growth import growth
 from magicdec.measure.memory_use import available_bytes
+from magicdec.models.last_queries import MOST_KEPT
 from magicdec.planning.as_draft import Described
 from magicdec.units import GIB
 
@@ -78,6 +79,10 @@ def _refused(config: ModelConfig) -> Iterator[str]:
     if config.recurrence is not None:
         others = ", ".join(name for name in POLICIES if name not in _policies(config))
         yield f"cache={others} with draft=self: recurrent layers cannot run the context again"
+        yield (
+            f"cache.observation_window above {MOST_KEPT} with draft=self: recurrent layers cannot"
+            " run the end of the context again"
+        )
         yield "draft.model: a draft of its own cannot take back the states of rejected tokens"
     longest = config.max_position_embeddings
     yield f"batch.context_len + batch.generate_len above {longest:,}: its trained context"

@@ -18,6 +18,7 @@ from magicdec.errors import UserError
 from magicdec.kernels.toolchain import triton_obstacle
 from magicdec.measure.system import cpu_name
 from magicdec.models import description
+from magicdec.models.last_queries import MOST_KEPT
 from magicdec.planning.as_draft import check_kind, check_layers
 from magicdec.planning.identity import identify, taking_back
 from magicdec.planning.resolved import Plan, PlannedModel
@@ -279,10 +280,18 @@ def _check_recurrent(config: Config, model: PlannedModel) -> None:
     """Raise UserError for what recurrent layers cannot do."""
     if model.key != "target":
         check_layers(model.config, model.key)
-    if config.draft.shares_target and config.cache.replays:
+    if not config.draft.shares_target:
+        return
+    if config.cache.replays:
         raise UserError(
             f"cache.policy={config.cache.policy} scores the context by running it again, and"
             " recurrent layers cannot go back; choose cache.policy=snapkv"
+        )
+    observed = getattr(config.cache, "observation_window", 0)
+    if observed > MOST_KEPT:
+        raise UserError(
+            f"cache.observation_window={observed}: beyond {MOST_KEPT} tokens, the end of the prompt"
+            f" runs again, and recurrent layers cannot go back; choose {MOST_KEPT} or less"
         )
 
 

@@ -189,6 +189,20 @@ def test_a_proposal_and_a_verification_leave_the_states_of_the_target(rollback, 
     assert not torch.equal(drafted, decoder.cache.states.matrix_LBHKV)
 
 
+@pytest.mark.parametrize(("policy", "draft"), [("snapkv", "self"), ("pyramidkv", "layer_skip")])
+def test_a_policy_that_would_run_the_prompt_again_is_refused(policy, draft, folders):
+    """Also where no plan has refused it. The states behind the prompts stay as they are."""
+    target, expected = target_of(folders("qwen3.5")), expected_of(folders("qwen3.5"))
+    keys = KEYS | {"policy": policy, "observation_window": 257, "gamma": 3, "num_layers": 2}
+    batch = open_batch(target, prompts(), draft_name=draft, **keys)
+    before = states_of(batch)
+    with pytest.raises(UserError, match="recurrent layers cannot go back"):
+        batch.decoder.generate(batch.draft)
+    for now, then in zip(states_of(batch), before, strict=True):
+        assert torch.equal(now, then)
+    assert batch.decoder.generate().tokens == expected
+
+
 @pytest.mark.parametrize("family", ["qwen3.5", "qwen3-next"])
 def test_an_end_of_sequence_within_a_round(family, folders):
     expected = expected_of(folders(family))
@@ -266,6 +280,9 @@ def test_caches_take_the_bytes_that_are_declared(family, folders):
     assert len(cache.k_LBKSD) == with_entries
 
 
+WIDE = "cache.observation_window=257"
+
+
 def planned(folder: Path, *keys: str) -> Any:
     fixed = ["hardware=cpu", "data=random", "draft.synthetic_acceptance=0.5", "target=custom"]
     sizes = ["batch.context_len=64", "batch.generate_len=8", "batch.size=2", "cache.budget=16"]
@@ -281,6 +298,9 @@ def planned(folder: Path, *keys: str) -> Any:
             for name in POLICIES
             if POLICIES[name].facts.replays
         ),
+        (["cache=snapkv", WIDE], f"{WIDE}: beyond 256 tokens"),
+        (["cache=verify_guided", WIDE], f"{WIDE}: beyond 256 tokens"),
+        (["draft=layer_skip", "draft.num_layers=2", "cache=pyramidkv", WIDE], f"{WIDE}: beyond"),
         (
             ["draft=model", "target@draft.model=custom", "draft.model.path={folder}"],
             "draft.model: it has recurrent layers",
@@ -289,7 +309,8 @@ def planned(folder: Path, *keys: str) -> Any:
 )
 def test_what_a_plan_refuses(keys, said, folders):
     folder = folders("qwen3.5")
-    assert planned(folder).target.config.recurrence is not None
+    plan = planned(folder, "cache=snapkv", "cache.observation_window=256")
+    assert plan.target.config.recurrence is not None
     with pytest.raises(UserError, match=said):
         planned(folder, *(key.format(folder=folder) for key in keys))
 
