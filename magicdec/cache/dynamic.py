@@ -6,6 +6,8 @@ the entries are the target's own: nothing is copied, and the draft saves reading
 """
 
 from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,7 +21,13 @@ from magicdec.models.kv_cache import Reads
 
 
 class DynamicCache(FullCache):
-    """At most `budget` committed entries are read by each KV head, and this round's proposals."""
+    """At most `budget` committed entries are read by each KV head, and this round's proposals.
+
+    A tentative pass verifies proposals behind its first token. It selects by that token alone: the
+    distribution that verifies a proposal must depend neither on it nor on later ones.
+    """
+
+    _is_tentative = False
 
     @property
     def budget(self) -> int:
@@ -29,7 +37,7 @@ class DynamicCache(FullCache):
     @abstractmethod
     def select(self, layer: int, q_BTHD: Tensor, attention: Attention, plan: Any) -> Tensor:
         """Return the committed slots for each KV head to read (B, K, N), negative where there are
-        fewer.
+        fewer. The queries and the plan are those of the tokens that select.
         """
 
     @override
@@ -42,11 +50,27 @@ class DynamicCache(FullCache):
         """Note the slots of proposals, which are the same in all layers."""
         next_N = torch.arange(self.spec.gamma + 1, device=self.length_B.device)
         self._proposed_BN = self.length_B.long()[:, None] + next_N
+        if self._is_tentative:
+            self._plans_of_first = super().plan(attention, 1, dtype)
         return super().plan(attention, num_new, dtype)
 
     @override
+    @contextmanager
+    def tentative(self) -> Iterator[None]:
+        self._is_tentative = True
+        try:
+            with super().tentative():
+                yield
+        finally:
+            self._is_tentative = False
+
+    @override
     def attend(self, layer: int, q_BTHD: Tensor, attention: Attention, plan: Any) -> Tensor:
-        selected_BKN = self.select(layer, q_BTHD, attention, plan)
+        if self._is_tentative:
+            first_B1HD, plan_of_first = q_BTHD[:, :1], self._plans_of_first[layer]
+            selected_BKN = self.select(layer, first_B1HD, attention, plan_of_first)
+        else:
+            selected_BKN = self.select(layer, q_BTHD, attention, plan)
         proposed_BKN = self._proposed_BN[:, None].expand(-1, selected_BKN.shape[1], -1)
         indices_BKN = torch.cat((selected_BKN, proposed_BKN), dim=-1)
         return attention.attend(q_BTHD, self.k_LBKSD[layer], self.v_LBKSD[layer], plan, indices_BKN)

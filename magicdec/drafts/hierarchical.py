@@ -110,10 +110,11 @@ class HierarchicalDraft(SelfDraft):
     verified over `cache`.
 
     Both levels are lossless: the tokens of the inner rounds are distributed as the target over
-    `cache` would write them, and the target's own verification is given that distribution. The
-    number of inner rounds is fixed, for static shapes. A row that has fewer than gamma tokens after
-    them repeats its last one, which is not sampled. (h2o is an exception among the policies: it
-    scores by the last token of each inner verification.)
+    `cache` would write them, and the target's own verification is given that distribution. So an
+    inner verification selects entries by its first token alone (`DynamicCache`). The number of
+    inner rounds is fixed, for static shapes. A row that has fewer than gamma tokens after them
+    repeats its last one, which is not sampled. (h2o and verify_guided are exceptions among the
+    policies: they score by the last token of a verification, which may be rejected.)
 
     TriForce's code selects the retrieval cache once per prompt, by the mean keys of chunks. Its
     inner rounds have one proposal. After a rejection it draws from the whole distribution over the

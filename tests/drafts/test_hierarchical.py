@@ -11,6 +11,7 @@ from magicdec.architectures.model_config import ModelConfig
 from magicdec.attention.sdpa import SdpaAttention
 from magicdec.cache.full import Full
 from magicdec.config.choices import ModelChoice
+from magicdec.config.registry import POLICIES
 from magicdec.drafts import hierarchical
 from magicdec.drafts.hierarchical import Hierarchical
 from magicdec.models.kv_cache import KVCache
@@ -115,6 +116,25 @@ def test_the_inner_cache_holds_the_committed_tokens(policy):
     for row, length in enumerate(cache.length_B.tolist()):
         keys = (x.k_LBKSD[:, row, :, :length] for x in (cache, reference.decoder.cache))
         torch.testing.assert_close(*keys, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("policy", list(POLICIES))
+@torch.inference_mode()
+def test_what_verifies_a_proposal_depends_on_the_tokens_before_it_alone(policy):
+    """Two inner verifications agree up to the first proposal that differs."""
+    options = {"policy": policy, "budget": 16, "num_sink": 2, "page_size": 2}
+    batch = opened(gamma=3, **options)
+    batch.restart()
+    cache, last_B1 = batch.draft.cache, batch.decoder.state.recent_BT(1)
+    found = []
+    for proposals in ([7, 8], [7, 9], [30, 8]):
+        with cache.tentative():
+            tokens_BT = torch.cat((last_B1, torch.tensor([proposals] * 2)), dim=1)
+            found.append(TARGET(tokens_BT, cache))
+        cache.commit(3, torch.zeros_like(cache.length_B))
+    torch.testing.assert_close(found[1][:, :2], found[0][:, :2])
+    torch.testing.assert_close(found[2][:, :1], found[0][:, :1])
+    assert not torch.allclose(found[1][:, 2], found[0][:, 2], atol=0.1)
 
 
 ROWS, FIRST = 3000, 5  # many rows of one prompt, which all begin with the same token

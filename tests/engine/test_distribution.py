@@ -15,11 +15,11 @@ from magicdec.models.states_model import StatesModel
 from magicdec.models.transformer import Transformer
 from magicdec.verification.sampling import Sampling, Use, uniform_BT
 from tests.chi_square import chisquare
-from tests.small import VOCAB, open_batch, random_prompts, small_drafter, small_model
+from tests.small import VOCAB, noisy_copy, open_batch, random_prompts, small_drafter, small_model
 
 V, ROWS, LENGTH = 5, 3000, 3  # sequences of so many tokens are counted
 TARGET = small_model(vocab_size=V, spread=0.4)
-PROMPT = random_prompts([9], vocab=V)[0]
+PROMPT = tuple(random_prompts([9], vocab=V)[0])
 
 
 @pytest.mark.parametrize(("draft", "gamma"), [("none", 0), ("self", 1), ("self", 3)])
@@ -60,11 +60,16 @@ def probabilities(
 
 @functools.cache
 @torch.inference_mode()
-def expected(sampling: Sampling) -> dict[tuple[int, ...], float]:
-    """Return the probability of every sequence of LENGTH tokens behind the prompt."""
+def expected(
+    sampling: Sampling,
+    target: Transformer = TARGET,
+    prompt: tuple[int, ...] = PROMPT,
+    length: int = LENGTH,
+) -> dict[tuple[int, ...], float]:
+    """Return the probability of every sequence of `length` tokens behind the prompt."""
     known = {(): 1.0}
-    for _ in range(LENGTH):
-        rows = probabilities(TARGET, [PROMPT + list(before) for before in known], sampling)
+    for _ in range(length):
+        rows = probabilities(target, [[*prompt, *before] for before in known], sampling)
         pairs = zip(known.items(), rows, strict=True)
         known = {(*before, t): q * p for (before, q), row in pairs for t, p in enumerate(row) if p}
     return known
@@ -92,16 +97,48 @@ def test_what_is_written_has_the_targets_distribution(draft, vocab, sampling):
         "generate_len": LENGTH,
     }
     batch = open_batch(
-        TARGET, [PROMPT] * ROWS, draft_name=draft, draft_model=model, sampling=sampling, **settings
+        TARGET,
+        [[*PROMPT]] * ROWS,
+        draft_name=draft,
+        draft_model=model,
+        sampling=sampling,
+        **settings,
     )
-    written = Counter(map(tuple, batch.decoder.generate(batch.draft).tokens))
-    known = expected(sampling)
+    assert p_value(batch.decoder.generate(batch.draft).tokens, expected(sampling)) > 1e-3
+
+
+def p_value(rows: list[list[int]], known: dict[tuple[int, ...], float]) -> float:
+    """Return chi-square's probability of these rows, rare sequences taken together."""
+    written = Counter(map(tuple, rows))
     assert set(written) <= set(known)
-    likely = [sequence for sequence, p in known.items() if p * ROWS >= 8]
+    likely = [sequence for sequence, p in known.items() if p * len(rows) >= 8]
     counts = [written[sequence] for sequence in likely]
-    shares = [known[sequence] * ROWS for sequence in likely]
+    shares = [known[sequence] * len(rows) for sequence in likely]
     counts, shares = (
-        torch.tensor([*counts, ROWS - sum(counts)]),
-        torch.tensor([*shares, ROWS - sum(shares)]),
+        torch.tensor([*counts, len(rows) - sum(counts)]),
+        torch.tensor([*shares, len(rows) - sum(shares)]),
     )
-    assert chisquare(counts, shares.clamp(min=1e-9)) > 1e-3
+    return chisquare(counts, shares.clamp(min=1e-9))
+
+
+@pytest.mark.parametrize(
+    ("draft", "policy", "budget", "seed", "spread"),
+    [
+        ("hierarchical", "topk", 4, 2, 0.7),
+        ("hierarchical", "quest", 4, 3, 0.4),
+    ],
+)
+def test_what_a_policy_selects_for_proposals_leaves_the_distribution_as_it_is(
+    draft, policy, budget, seed, spread
+):
+    """Count four tokens of 2,000 rows. Where an inner verification selects by all of its tokens,
+    the probability is below 1e-8.
+    """
+    target, sampling = small_model(seed, spread, vocab_size=V), Sampling(1.0, seed=1)
+    prompt = random_prompts([20], seed, vocab=V)[0]
+    settings = {"policy": policy, "budget": budget, "page_size": 2, "gamma": 3, "generate_len": 4}
+    model = noisy_copy(target, 0.3) if draft == "hierarchical" else None
+    settings |= {"draft_model": model, "sampling": sampling}
+    batch = open_batch(target, [prompt] * 2000, draft_name=draft, **settings)
+    known = expected(sampling, target, tuple(prompt), 4)
+    assert p_value(batch.decoder.generate(batch.draft).tokens, known) > 1e-3
