@@ -81,6 +81,10 @@ class BlockConfig(ModelConfig):
         ]
         if max(self.taps) > target.num_layers:
             wrong.append(f"layer {max(self.taps)} of {target.num_layers}")
+        if self.mask_token_id >= self.vocab_size:
+            wrong.append(
+                f"mask token {self.mask_token_id:,} beyond a vocabulary of {self.vocab_size:,}"
+            )
         if wrong:
             raise UserError(
                 f"draft.model: the draft was made for another target: {wrong[0]}; set"

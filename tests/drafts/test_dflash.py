@@ -240,6 +240,14 @@ def test_gamma_beyond_the_block_is_refused():
         replace(draft, gamma=3).check(other.config)
 
 
+def test_a_mask_token_beyond_the_vocabulary_is_refused():
+    """No embedding has it: the first proposal would fail."""
+    config = replace(small_block(TARGET).config, mask_token_id=61)
+    draft = Dflash(gamma=3, model=ModelChoice("d", architecture=config))
+    with pytest.raises(UserError, match="mask token 61 beyond a vocabulary of 61"):
+        draft.check(TARGET.config)
+
+
 def test_a_proposal_costs_a_pass_whatever_gamma_is():
     target = architecture("llama-3.1-8b")
     draft = Dflash(gamma=3, model=ModelChoice("d", architecture=BlockConfig.like(target)))
