@@ -46,22 +46,15 @@ class YieldEstimate:
 
     def __init__(self, decay: float = DECAY):
         """Begin with the prior; `decay` is what a round leaves of what has been seen before."""
-        self._accepted, self.judged = PRIOR_ALPHA * PRIOR_JUDGED, PRIOR_JUDGED
+        # Proposals whose predecessors in a round were accepted.
+        self.judged = PRIOR_JUDGED
         self._decay = decay
         # Rows, by i.
         self._tried = defaultdict[int, float](float)
         self._held = defaultdict[int, float](float)
 
-    @property
-    def alpha(self) -> float:
-        """Return the share of accepted proposals among those whose predecessors in a round were
-        accepted.
-        """
-        return self._accepted / self.judged
-
     def learn(self, gamma: int, accepted: Sequence[int]) -> None:
         """Count a round: the accepted proposals of every row that took part."""
-        self._accepted = self._decay * self._accepted + sum(accepted)
         self.judged = self._decay * self.judged + sum(min(count + 1, gamma) for count in accepted)
         for i in range(1, gamma + 1):
             self._tried[i] = self._decay * self._tried[i] + len(accepted)
@@ -138,11 +131,6 @@ class AdaptiveCycle(Cycle):
         self.gammas.append(self._gamma)
         if self._gamma:
             self._post()
-
-    @property
-    def alpha(self) -> float:
-        """The estimate so far."""
-        return self._estimate.alpha
 
     def _choose(self) -> None:
         costs = self._estimate.seconds_per_token(self._seconds)

@@ -78,9 +78,10 @@ def test_it_ends_at_the_best_gamma_or_where_none_pays_and_learning_it_costs_litt
     speedups = {
         gamma: speedup(gamma, alpha, 1.0, draft, 1.1 + 0.02 * gamma) for gamma in GAMMAS
     } | {0: 1.0}
-    reached, best = speedups[adaptive.gammas[-1]], max(speedups.values())
+    last = adaptive.gammas[-1]
+    reached, best = speedups[last], max(speedups.values())
     assert reached >= best * 0.93  # the margin, and an estimate from some forty rounds
-    assert adaptive.gammas[-1] == 0 or adaptive.alpha == pytest.approx(alpha, abs=0.12)
+    assert adaptive._estimate.tokens(last) == pytest.approx(omega(last, alpha), rel=0.1)
     tokens = list(itertools.accumulate(omega(gamma, alpha) for gamma in adaptive.gammas))
     rounds = bisect_left(tokens, 64) + 1
     seconds = sum(adaptive._seconds[gamma] for gamma in adaptive.gammas[:rounds])
@@ -118,8 +119,8 @@ def test_another_gamma_must_be_better_by_a_margin(monkeypatch, gain, chosen):
     adaptive._gamma = 3
     adaptive._seconds = {
         0: 9.0,
-        3: omega(3, adaptive.alpha),
-        5: (1 - gain) * omega(5, adaptive.alpha),
+        3: adaptive._estimate.tokens(3),
+        5: (1 - gain) * adaptive._estimate.tokens(5),
     }
     adaptive._choose()
     assert adaptive._gamma == chosen
@@ -154,7 +155,6 @@ def test_tokens_of_a_round_where_rows_differ():
     estimate = YieldEstimate()
     for _ in range(200):
         estimate.learn(5, [5, 5, 0, 0])
-    assert estimate.alpha == pytest.approx(5 / 6, abs=0.01)
     assert estimate.tokens(5) == pytest.approx(3.5, abs=0.25)
 
 
