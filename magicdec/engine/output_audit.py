@@ -1,7 +1,7 @@
 """The losslessness audit: is the speculative output what the target alone would have written?
 
 First the prompts: the entries that both outputs were written from must be the target's own
-(entries.py).
+(prompt_audit.py).
 
 Then both outputs of a batch are fed through the target again (teacher forcing); the autoregressive
 one is the control. Every token must be one that the target may write behind the tokens before it:

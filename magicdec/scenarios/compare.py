@@ -2,8 +2,8 @@
 profiled.
 
 A session decodes what the run lacks, one batch after another, and writes each unit when it ends
-(units.py). The figures are computed from all units of the run, whichever session has measured them
-(figures.py).
+(stored_units.py). The figures are computed from all units of the run, whichever session has
+measured them (run_figures.py).
 """
 
 from contextlib import closing
