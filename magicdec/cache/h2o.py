@@ -38,7 +38,7 @@ class H2O(CacheConfig):
 @POLICIES.register(H2O)
 class H2OCache(ScoredCache):
     """Half of the budget for the entries with the largest accumulated attention, half for recent
-    tokens.
+    tokens, but at least gamma + 1 recent ones.
 
     At the prefill, every token of the context scores it, which takes a second pass over the prompt.
     Then the draft's own steps add to the scores, except those of rejected proposals. A token that

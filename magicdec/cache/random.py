@@ -50,9 +50,10 @@ class Random(CacheConfig):
 class RandomCache(CompactCache):
     """Sinks, entries drawn without replacement at the prefill, and a ring of recent tokens.
 
-    Recent tokens take at most half the budget. Each layer draws for itself, and all its KV heads
-    keep the same entries. A draw is a pure function of `seed`, the sequence's place in the run, the
-    layer and the position, so that it depends neither on the batch nor on the device.
+    Recent tokens take at most half the budget, but at least gamma + 1 entries. Sinks are kept as
+    far as these leave room for them. Each layer draws for itself, and all its KV heads keep the
+    same entries. A draw is a pure function of `seed`, the sequence's place in the run, the layer
+    and the position, so that it depends neither on the batch nor on the device.
     """
 
     settings: Random

@@ -33,9 +33,9 @@ class SnapKVCache(ScoredCache):
 
     Scores are summed over the query heads of a KV head, so that each KV head keeps entries of its
     own, and averaged over `kernel` neighbours, so that a selected entry keeps its surroundings.
-    Recent tokens take at most half the budget. The policy selects once: tokens that are generated
-    pass through the ring of recent tokens. In the authors' code they add to the budget, and each
-    query head has entries of its own.
+    Recent tokens take at most half the budget, but at least gamma + 1 entries. The policy selects
+    once: tokens that are generated pass through the ring of recent tokens. In the authors' code
+    they add to the budget, and each query head has entries of its own.
     """
 
     settings: SnapKV

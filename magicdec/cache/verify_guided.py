@@ -60,8 +60,8 @@ class VerifyGuided(CacheConfig):
 
 @POLICIES.register(VerifyGuided)
 class VerifyGuidedCache(DynamicCache):
-    """The entries that the last verification attended to most, and recent tokens, a quarter of the
-    budget.
+    """The entries that the last verification attended to most, and recent tokens: a quarter of the
+    budget, but at least gamma + 1.
 
     Selected again every `refresh` rounds, by the attention of the first and the last verified
     token, as in Vegas; the first time by that of the prompt's last `observation_window` tokens.

@@ -168,8 +168,8 @@ class CacheSpec:
         return self.max_len + self.gamma + 1
 
     def num_recent(self, wanted: int) -> int:
-        """Return the slots for recent tokens: at most half the budget, at least a round, which
-        evicts older ones.
+        """Return the slots for recent tokens: at most half the budget, but at least those of a
+        round, which evicts older ones.
         """
         return max(min(wanted, (self.cache.budget + 1) // 2), self.gamma + 1)
 
