@@ -116,7 +116,7 @@ class WatchedDraft:
             rows_A.tolist(), rank_AG.tolist(), places_AG.tolist(), strict=True
         ):
             for rank, place in zip(ranks, places, strict=True):
-                # A place has the same random number in every round.
+                # A draft may draw a place with the same random number in every round.
                 self.ranks.setdefault((row, place), rank)
 
 

@@ -15,6 +15,8 @@ INACTIVE = -1  # in the counters: the row had finished before the round
 TARGET, DRAFT = 0, 1  # whose logits `inspect` was given
 NEVER = torch.iinfo(torch.int32).max
 SPARE_ROUNDS = 8  # surplus rounds of a late reader, and those of a warm-up
+# Between the places of two rounds: more than a round has tokens, and more than a round has places.
+INNER_STRIDE, ROUND_STRIDE = 1 << 16, 1 << 32
 
 
 class State:
@@ -44,6 +46,8 @@ class State:
         self.prompt_len_B = torch.tensor(lengths, dtype=torch.int32, device=device)
         self.limit_B = self.prompt_len_B + generate_len
         self.num_tokens_B = self.prompt_len_B.clone()
+        # Where the round began; the same tensor, unless a draft writes tokens behind it.
+        self.round_begin_B = self.num_tokens_B
         self.finished_B = torch.zeros(len(prompts), dtype=torch.bool, device=device)
         self.eos = torch.tensor(eos_token_ids, dtype=torch.int64, device=device)
         # Every round commits a token to every unfinished row.
@@ -111,6 +115,19 @@ class State:
     def next_positions_BT(self, count: int) -> Tensor:
         """Return the positions that the next `count` tokens of every row will take (int64)."""
         return self.num_tokens_B[:, None] + torch.arange(count, device=self.tokens_BS.device)
+
+    def places_in_round_BT(self, count: int) -> Tensor:
+        """Return the places (int64) that name the random numbers of a draft's next `count` tokens:
+        by where the round began, where in the round these tokens begin, and their order.
+
+        No place occurs in two rounds, unlike a position. A draft may depend on proposals that were
+        rejected, as a selection of entries by their attention does. The next proposal at that
+        position must not be drawn with the same number again.
+        """
+        begin_B1 = self.round_begin_B.long()[:, None]
+        inner_B1 = self.num_tokens_B.long()[:, None] - begin_B1
+        index_T = torch.arange(count, device=self.tokens_BS.device)
+        return begin_B1 * ROUND_STRIDE + inner_B1 * INNER_STRIDE + index_T
 
     def commit(self, verdict: Verdict) -> Tensor:
         """Append the accepted proposals and the bonus token to unfinished rows, cut at their end of

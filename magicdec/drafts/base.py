@@ -184,14 +184,14 @@ class ModelDraft(Draft):
         """Guess the next `gamma` tokens, given the hidden state of the last committed token, which
         has been fed.
         """
-        positions_BG = state.next_positions_BT(gamma)
+        places_BG = state.places_in_round_BT(gamma)
         tokens: list[Tensor] = []
         distributions: list[Tensor | None] = []
         for i in range(gamma):
             hidden_B1E = self.feed(tokens[-1]) if tokens else hidden_B1E
             logits_B1V = self.model.logits(hidden_B1E)[..., : self.vocab_size]
             state.inspect(logits_B1V, DRAFT)
-            chosen = choose(logits_B1V, positions_BG[:, i : i + 1], Use.PROPOSE, self.sampling)
+            chosen = choose(logits_B1V, places_BG[:, i : i + 1], Use.PROPOSE, self.sampling)
             token_B1, q_B1V = self.in_target(*chosen)
             tokens.append(token_B1)
             distributions.append(q_B1V)

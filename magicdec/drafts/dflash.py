@@ -90,7 +90,7 @@ class DflashDraft(StatesDraft):
         logits_BGV = self.model.logits(self.model(block_BT, self.cache)[:, 1:])
         logits_BGV = logits_BGV[..., : self.vocab_size]
         state.inspect(logits_BGV, DRAFT)
-        positions_BG = state.next_positions_BT(gamma)
-        tokens_BG, q_BGV = choose(logits_BGV, positions_BG, Use.PROPOSE, self.sampling)
+        places_BG = state.places_in_round_BT(gamma)
+        tokens_BG, q_BGV = choose(logits_BGV, places_BG, Use.PROPOSE, self.sampling)
         self.verified_BT = tokens_BG
         return Proposal(tokens_BG, q_BGV)

@@ -110,11 +110,15 @@ class HierarchicalDraft(SelfDraft):
     verified over `cache`.
 
     Both levels are lossless: the tokens of the inner rounds are distributed as the target over
-    `cache` would write them, and the target's own verification is given that distribution. So an
-    inner verification selects entries by its first token alone (`DynamicCache`). The number of
-    inner rounds is fixed, for static shapes. A row that has fewer than gamma tokens after them
-    repeats its last one, which is not sampled. (h2o and verify_guided are exceptions among the
-    policies: they score by the last token of a verification, which may be rejected.)
+    `cache` would write them, and the target's own verification is given that distribution.
+
+    - An inner verification selects entries by its first token alone (`DynamicCache`).
+    - No two rounds draw with the same random numbers (`State.places_in_round_BT`). What a round
+      reads may depend on rejected tokens of earlier ones: h2o scores by the last token of each
+      inner verification.
+
+    The number of inner rounds is fixed, for static shapes. A row that has fewer than gamma tokens
+    after them repeats its last one, which is not sampled.
 
     TriForce's code selects the retrieval cache once per prompt, by the mean keys of chunks. Its
     inner rounds have one proposal. After a rejection it draws from the whole distribution over the
@@ -217,7 +221,7 @@ class HierarchicalDraft(SelfDraft):
         buffer.
         """
         written = copy.copy(state)
-        written.num_tokens_B = state.num_tokens_B.clone()
+        written.num_tokens_B = state.num_tokens_B.clone()  # `round_begin_B` stays where it is
         written.limit_B = state.num_tokens_B + gamma
         written.finished_B = torch.zeros_like(state.finished_B)
         written.eos = self.eos
@@ -227,10 +231,10 @@ class HierarchicalDraft(SelfDraft):
         """Verify the inner proposals, with random numbers of their own."""
         if self.sampling.greedy:
             return accept_greedy(guess.tokens_BG, logits_BTV)
-        positions_BT = written.next_positions_BT(logits_BTV.shape[1])
+        places_BT = written.places_in_round_BT(logits_BTV.shape[1])
         uses = (Use.INNER_ACCEPT, Use.INNER_DECIDE)
         return accept_sampled(
-            guess.tokens_BG, guess.q_BGV, logits_BTV, positions_BT, self.sampling, *uses
+            guess.tokens_BG, guess.q_BGV, logits_BTV, places_BT, self.sampling, *uses
         )
 
     def _no_distributions(self, state: State, gamma: int) -> Tensor | None:

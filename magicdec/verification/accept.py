@@ -41,7 +41,7 @@ def accept_sampled(
     proposed_BG: Tensor,
     q_BGV: Tensor | None,
     logits_BTV: Tensor,
-    positions_BT: Tensor,
+    places_BT: Tensor,
     sampling: Sampling | RowSampling,
     accept: Use = Use.ACCEPT,
     decide: Use = Use.DECIDE,
@@ -50,13 +50,13 @@ def accept_sampled(
     target's distribution.
 
     `q_BGV` is what the proposals were drawn from, after temperature and truncation; None means
-    one-hot, a draft that does not sample. `positions_BT` are the positions in the sequence that the
-    T tokens would take; `accept` and `decide` name the random numbers.
+    one-hot, a draft that does not sample. `places_BT` are those of the T tokens, in the sequence
+    or in a round. With `accept` and `decide` they name the random numbers.
     """
     p_BTV = probabilities(logits_BTV, sampling)
     if q_BGV is None:
         q_BGV = torch.zeros_like(p_BTV[:, :-1]).scatter_(-1, proposed_BG[..., None], 1.0)
-    u_BG = uniform_BT(sampling, positions_BT, accept)[:, :-1]
+    u_BG = uniform_BT(sampling, places_BT, accept)[:, :-1]
     p_BG = p_BTV[:, :-1].gather(-1, proposed_BG[..., None]).squeeze(-1)
     q_BG = q_BGV.gather(-1, proposed_BG[..., None]).squeeze(-1)
     num_accepted_B = _leading(u_BG * q_BG < p_BG)
@@ -64,14 +64,14 @@ def accept_sampled(
     q_BV = _at(torch.cat((q_BGV, torch.zeros_like(p_BTV[:, :1])), dim=1), num_accepted_B)
     residual_BV = (p_BV - q_BV).clamp(min=0.0)
     residual_BV = torch.where(residual_BV.sum(-1, keepdim=True) > 0, residual_BV, p_BV)
-    u_B = _at(uniform_BT(sampling, positions_BT, decide), num_accepted_B)
+    u_B = _at(uniform_BT(sampling, places_BT, decide), num_accepted_B)
     return Verdict(num_accepted_B, _with_bonus(proposed_BG, num_accepted_B, draw(residual_BV, u_B)))
 
 
 def accept_synthetic(
     proposed_BG: Tensor,
     logits_BTV: Tensor,
-    positions_BT: Tensor,
+    places_BT: Tensor,
     alpha_G: Tensor,
     sampling: Sampling | RowSampling,
 ) -> Verdict:
@@ -80,7 +80,7 @@ def accept_synthetic(
 
     For timing without a trained draft; the bonus is the target's argmax.
     """
-    num_accepted_B = _leading(uniform_BT(sampling, positions_BT, Use.ACCEPT)[:, :-1] < alpha_G)
+    num_accepted_B = _leading(uniform_BT(sampling, places_BT, Use.ACCEPT)[:, :-1] < alpha_G)
     best_BT = logits_BTV.argmax(-1)
     return Verdict(
         num_accepted_B, _with_bonus(proposed_BG, num_accepted_B, _at(best_BT, num_accepted_B))

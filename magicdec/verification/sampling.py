@@ -1,8 +1,9 @@
 """From logits to tokens: greedy, or temperature, top-k and top-p with counter-based random numbers.
 
-B rows, T tokens, V vocabulary. A random number is a pure function of (seed, sequence, position,
-use): a sequence is counted through the whole run, so that its sample depends neither on its batch
-nor on the order of computation.
+B rows, T tokens, V vocabulary. A random number is a pure function of (seed, sequence, place, use).
+A sequence is counted through the whole run, so that its sample depends neither on its batch nor on
+the order of computation. The place is a position in the sequence, or for drafts one in a round
+(`State.places_in_round_BT`).
 """
 
 from collections.abc import Iterator
@@ -26,7 +27,7 @@ GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: SplitMix64's stride b
 
 
 class Use(IntEnum):
-    """The decision that a random number makes; each use of a position has a stream of its own."""
+    """The decision that a random number makes; each use of a place has a stream of its own."""
 
     PROPOSE = 1
     ACCEPT = 2
@@ -168,17 +169,17 @@ def _kernels() -> Any:
     return triton_sampling
 
 
-def uniform_BT(sampling: Sampling | RowSampling, positions_BT: Tensor, use: Use) -> Tensor:
-    """Return uniform fp64 numbers in [0, 1), one for each row and position (int64)."""
+def uniform_BT(sampling: Sampling | RowSampling, places_BT: Tensor, use: Use) -> Tensor:
+    """Return uniform fp64 numbers in [0, 1), one for each row and place (int64)."""
     key = sampling.key
-    if positions_BT.is_cuda and (kernels := _kernels()):
-        return kernels.uniform(key, positions_BT, int(use))
+    if places_BT.is_cuda and (kernels := _kernels()):
+        return kernels.uniform(key, places_BT, int(use))
     key_B1 = (
         key
         if isinstance(key, Tensor)
-        else key + torch.arange(len(positions_BT), device=positions_BT.device)[:, None]
+        else key + torch.arange(len(places_BT), device=places_BT.device)[:, None]
     )
-    bits_BT = _mix(_mix(_mix(key_B1) + positions_BT * 8 + int(use)))
+    bits_BT = _mix(_mix(_mix(key_B1) + places_BT * 8 + int(use)))
     return (bits_BT >> 11 & (1 << 53) - 1).double() * 2.0**-53
 
 
@@ -214,15 +215,15 @@ def _draw(weights: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def choose(
-    logits_BTV: Tensor, positions_BT: Tensor, use: Use, sampling: Sampling | RowSampling
+    logits_BTV: Tensor, places_BT: Tensor, use: Use, sampling: Sampling | RowSampling
 ) -> tuple[Tensor, Tensor | None]:
-    """Return tokens (B, T) for the given positions, and the distribution (B, T, V) they are drawn
-    from, if any.
+    """Return tokens (B, T), drawn with the numbers of these places, and the distribution (B, T, V)
+    they are drawn from, if any.
     """
     if sampling.greedy:
         return logits_BTV.argmax(-1), None
     p_BTV = probabilities(logits_BTV, sampling)
-    return draw(p_BTV, uniform_BT(sampling, positions_BT, use)), p_BTV
+    return draw(p_BTV, uniform_BT(sampling, places_BT, use)), p_BTV
 
 
 def _signed(value: int) -> int:

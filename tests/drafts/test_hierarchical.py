@@ -12,6 +12,7 @@ from magicdec.attention.sdpa import SdpaAttention
 from magicdec.cache.full import Full
 from magicdec.config.choices import ModelChoice
 from magicdec.config.registry import POLICIES
+from magicdec.decoding.state import State
 from magicdec.drafts import hierarchical
 from magicdec.drafts.hierarchical import Hierarchical
 from magicdec.models.kv_cache import KVCache
@@ -203,6 +204,7 @@ def test_levels_that_shared_random_numbers_would_be_found_out(sampled, shared, m
         f"INNER_{shared}": Use[shared],
     }
     monkeypatch.setattr(hierarchical, "Use", SimpleNamespace(**uses))
+    monkeypatch.setattr(State, "places_in_round_BT", State.next_positions_BT)
     tokens = torch.tensor(sampled.decoder.generate(sampled.draft).tokens)
     assert p_value(tokens[:, 1], following([*PROMPT, FIRST])) < 1e-4
 

@@ -3,7 +3,6 @@ is written.
 """
 
 import functools
-import itertools
 from collections import Counter
 
 import pytest
@@ -25,7 +24,7 @@ PROMPT = tuple(random_prompts([9], vocab=V)[0])
 @pytest.mark.parametrize(("draft", "gamma"), [("none", 0), ("self", 1), ("self", 3)])
 def test_every_token_has_a_random_number_of_its_own(draft, gamma):
     """The distribution is flat, so that a number names its token. All proposals are accepted before
-    the bonus token.
+    the bonus token. Those of two rounds share no number, whatever their positions.
     """
     target = small_model(tie_word_embeddings=False)
     target.head.weight.data.zero_()
@@ -34,10 +33,15 @@ def test_every_token_has_a_random_number_of_its_own(draft, gamma):
         target, prompts, draft_name=draft, gamma=gamma, policy="full", sampling=sampling
     )
     rows = batch.decoder.generate(batch.draft).tokens
-    uses = itertools.chain([Use.DECIDE], itertools.cycle([*[Use.PROPOSE] * gamma, Use.DECIDE]))
-    for at, use in zip(range(24), uses, strict=False):
-        positions_B1 = torch.tensor([[len(prompt) + at] for prompt in prompts])
-        expected_B = (uniform_BT(sampling, positions_B1, use)[:, 0] * VOCAB).long()
+    for at in range(24):
+        begin = at - (at - 1) % (gamma + 1)  # of the round; the prefill decides the first token
+        proposed = 0 < at < begin + gamma
+        use = Use.PROPOSE if proposed else Use.DECIDE
+        places = [
+            (len(prompt) + begin << 32) + at - begin if proposed else len(prompt) + at
+            for prompt in prompts
+        ]
+        expected_B = (uniform_BT(sampling, torch.tensor(places)[:, None], use)[:, 0] * VOCAB).long()
         assert [row[at] for row in rows] == expected_B.tolist()
 
 
@@ -126,13 +130,14 @@ def p_value(rows: list[list[int]], known: dict[tuple[int, ...], float]) -> float
     [
         ("hierarchical", "topk", 4, 2, 0.7),
         ("hierarchical", "quest", 4, 3, 0.4),
+        ("self", "verify_guided", 5, 0, 0.7),
     ],
 )
 def test_what_a_policy_selects_for_proposals_leaves_the_distribution_as_it_is(
     draft, policy, budget, seed, spread
 ):
     """Count four tokens of 2,000 rows. Where an inner verification selects by all of its tokens,
-    the probability is below 1e-8.
+    or a round draws with the random numbers of rejected proposals, the probability is below 1e-8.
     """
     target, sampling = small_model(seed, spread, vocab_size=V), Sampling(1.0, seed=1)
     prompt = random_prompts([20], seed, vocab=V)[0]

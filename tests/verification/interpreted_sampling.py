@@ -82,7 +82,7 @@ def test_the_same_random_numbers(key):
     are.
     """
     rows, sampling = 50, RowSampling(50, "cpu")
-    positions = torch.randint(1 << 40, (rows, 9), generator=torch.Generator().manual_seed(3))
+    positions = torch.randint(1 << 60, (rows, 9), generator=torch.Generator().manual_seed(3))
     for row in range(rows):
         sampling.set_row(
             row,
