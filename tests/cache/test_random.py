@@ -46,6 +46,12 @@ def test_sinks_and_recent_tokens_are_kept_and_the_budget_is_filled(
             assert tokens >= set(range(min(num_sink, budget - window, length)))
 
 
+def test_the_tokens_of_a_round_leave_less_room_for_sinks():
+    """A small budget: gamma + 1 of 12 entries are recent, more than half, and 3 of 4 sinks fit."""
+    cache = loaded([50] * B, gamma=8, budget=12, num_sink=4, recent=6)
+    assert kept(cache, 0, 0) == {0, 1, 2, *range(41, 50)}
+
+
 def test_every_other_token_is_kept_as_often_as_any():
     """Over many sequences: 50 tokens, of which 2 and 6 are always kept, and 8 of the other 42 are
     drawn.
