@@ -47,12 +47,21 @@ settings.register_profile("suite", deadline=None, derandomize=not SEED)
 settings.load_profile("suite")
 
 
+def seed_torch(number):
+    """Seed PyTorch's generators. `torch.manual_seed` would format a stack for each kind of device
+    that is not here.
+    """
+    torch.default_generator.manual_seed(number)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(number)
+
+
 class TorchNumbers:
     """PyTorch's generator as Hypothesis asks for it, so that each example begins with the same
     numbers.
     """
 
-    seed = staticmethod(torch.manual_seed)
+    seed = staticmethod(seed_torch)
     getstate = staticmethod(torch.get_rng_state)
     setstate = staticmethod(torch.set_rng_state)
 
@@ -113,7 +122,7 @@ def seed_all(name):
     """Seed every generator that no test holds itself."""
     random.seed(seed_of(name))
     np.random.seed(seed_of(name))
-    torch.manual_seed(seed_of(name))
+    seed_torch(seed_of(name))
 
 
 def pytest_fixture_setup(fixturedef, request):
