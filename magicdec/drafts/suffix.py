@@ -4,9 +4,13 @@
 The paper keeps suffix trees. Here each lookup scans the text, which takes the host microseconds
 even for long prompts, and needs neither a build nor memory beyond the tokens.
 
+A proposal must not depend on the random numbers that decide about it. A request with the seed of an
+earlier one draws the same numbers, so it does not read that one's text.
+
 B rows, S tokens of a text, G = gamma.
 """
 
+from collections.abc import Sequence
 from typing import Annotated
 
 import numpy as np
@@ -22,9 +26,11 @@ from magicdec.decoding.prefill import Advance
 from magicdec.decoding.state import State
 from magicdec.drafts.base import Draft, DraftSpec, Proposal
 from magicdec.inputs.rules import STRICT, Count
+from magicdec.verification.sampling import RowSampling
 
 Tokens = NDArray[np.int32]
 NONE = -1  # before, between and behind texts: no token, so nothing matches it
+NO_SEED = np.iinfo(np.int64).max  # of a text that no random number decided
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -82,14 +88,25 @@ class SuffixDraft(Draft):
     """
 
     def __init__(
-        self, rows: int, capacity: int, gamma: int, keys: SuffixLookup, device: torch.device
+        self,
+        rows: int,
+        capacity: int,
+        gamma: int,
+        lookup: SuffixLookup,
+        device: torch.device,
+        seeds: Sequence[int | None] = (),
     ):
-        """Allocate. `capacity` is the number of tokens that a row may have."""
+        """Allocate. `capacity` is the number of tokens that a row may have. `seeds` is read when a
+        row proposes or ends: what names its random numbers, None where it draws none.
+        """
         self.gamma = gamma
-        self.max_suffix, self.history = keys.max_suffix, keys.history
+        self.max_suffix, self.history = lookup.max_suffix, lookup.history
+        self._seeds = seeds or [None] * rows
         self._texts_BS = np.full((rows, self.max_suffix + capacity + gamma), NONE, np.int32)
         self._lengths = [0] * rows  # tokens of each text that are known here
-        self._earlier_S = self._padded(np.empty(0, np.int32))
+        room = self.max_suffix + gamma
+        self._earlier_S = np.full(room, NONE, np.int32)
+        self._earlier_seeds_S = np.full(room, NO_SEED)
         self._guess_BG = torch.zeros(rows, gamma, dtype=torch.int64)
         self._proposal_BG = torch.zeros(rows, gamma, dtype=torch.int64, device=device)
 
@@ -98,7 +115,8 @@ class SuffixDraft(Draft):
     def build(cls, spec: DraftSpec) -> "SuffixDraft":
         assert isinstance(spec.draft, SuffixLookup)
         (rows, capacity), device = spec.state.tokens_BS.shape, spec.state.tokens_BS.device
-        return cls(rows, capacity, spec.gamma, spec.draft, device)
+        seeds = spec.sampling.keys if isinstance(spec.sampling, RowSampling) else ()
+        return cls(rows, capacity, spec.gamma, spec.draft, device, seeds)
 
     @override
     def prefill(self, state: State, progress: Advance | None = None) -> None:
@@ -136,13 +154,19 @@ class SuffixDraft(Draft):
         suffix = text[stop - min(length, self.max_suffix) : stop].copy()
         guess, matched = look_up(text, stop, suffix, gamma)
         if self.history:
-            theirs, longer = look_up(
-                self._earlier_S, len(self._earlier_S) - self.gamma, suffix, gamma
-            )
+            earlier = self._readable(row)
+            theirs, longer = look_up(earlier, len(earlier) - self.gamma, suffix, gamma)
             guess = theirs if longer > matched else guess
         return np.pad(
             guess, (0, gamma - len(guess)), constant_values=guess[-1] if len(guess) else suffix[-1]
         )
+
+    def _readable(self, row: int) -> Tokens:
+        """Return the earlier texts, without those that the row's own random numbers decided."""
+        seed = self._seeds[row]
+        if seed is None or not (hidden_S := self._earlier_seeds_S == seed).any():
+            return self._earlier_S
+        return np.where(hidden_S, np.int32(NONE), self._earlier_S)
 
     @override
     def propose(self, state: State, gamma: int) -> Proposal:
@@ -159,10 +183,15 @@ class SuffixDraft(Draft):
         """Keep the text, but for its last round, as that of an earlier request."""
         if self.history:
             text = self._texts_BS[row, self.max_suffix : self.max_suffix + self._lengths[row]]
-            earlier = self._earlier_S[self.max_suffix : len(self._earlier_S) - self.gamma]
-            self._earlier_S = self._padded(np.concatenate((earlier, text, [NONE]))[-self.history :])
+            seed = self._seeds[row]
+            ended = np.append(text, np.int32(NONE))
+            self._earlier_S = self._appended(self._earlier_S, ended, NONE)
+            seeds = np.full(len(text) + 1, NO_SEED if seed is None else seed)
+            self._earlier_seeds_S = self._appended(self._earlier_seeds_S, seeds, NO_SEED)
         self._lengths[row] = 0
 
-    def _padded(self, text: Tokens) -> Tokens:
-        """Return a text as `look_up` takes it."""
-        return np.pad(text, (self.max_suffix, self.gamma), constant_values=NONE).astype(np.int32)
+    def _appended(self, earlier_S: NDArray, new_S: NDArray, outside: int) -> NDArray:
+        """Return the last `history` values, with the room around them that `look_up` needs."""
+        kept_S = earlier_S[self.max_suffix : len(earlier_S) - self.gamma]
+        both_S = np.concatenate((kept_S, new_S))[-self.history :]
+        return np.pad(both_S, (self.max_suffix, self.gamma), constant_values=outside)

@@ -69,6 +69,8 @@ class RowSampling:
     def __init__(self, num_rows: int, device: torch.device | str):
         shape = (num_rows, 1, 1)
         self.greedy = True
+        # On the host: what names the row's random numbers; None where the row draws none.
+        self.keys: list[int | None] = [None] * num_rows
         self.temperature = torch.ones(shape, device=device)
         self.top_k = torch.ones(shape, dtype=torch.int64, device=device)
         self.top_p = torch.ones(shape, device=device)
@@ -84,6 +86,7 @@ class RowSampling:
         self.top_k[row] = top_k
         self.top_p[row] = top_p if top_p < 1.0 else float("inf")
         self.key[row] = sampling.key
+        self.keys[row] = None if sampling.greedy else sampling.key
 
 
 def probabilities(logits: Tensor, sampling: Sampling | RowSampling) -> Tensor:

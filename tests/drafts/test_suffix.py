@@ -83,3 +83,21 @@ def test_earlier_requests_are_searched():
     state.num_tokens_B[1] = 2
     draft.prepare(state, 3)  # 8 tokens: of the first request, 4, 5 and 6 are left
     assert draft.propose(state, 3).tokens_BG[1].tolist() == [3, 3, 3]
+
+
+def test_a_request_does_not_read_texts_that_its_own_random_numbers_decided():
+    state = State([[1, 2, 3, 4], [7, 8, 9, 7]], 10, 3, (), "cpu")
+    seeds = [5, None]
+    draft = SuffixDraft(*state.tokens_BS.shape, 2, SuffixLookup(), "cpu", seeds)
+    draft.prepare(state, 2)
+    draft.clear_row(0)
+    draft.clear_row(1)
+    state.tokens_BS[:, :2] = state.tokens_BS.new_tensor([[1, 2], [7, 8]])
+    state.num_tokens_B[:] = 2
+    for seeds[:], expected in (
+        ([5, 6], [[2, 2], [9, 7]]),  # of the seed 5, only what was written without numbers
+        ([6, 5], [[3, 4], [9, 7]]),
+        ([None, None], [[3, 4], [9, 7]]),  # greedy: nothing is drawn
+    ):
+        draft.prepare(state, 2)
+        assert draft.propose(state, 2).tokens_BG.tolist() == expected

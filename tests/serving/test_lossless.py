@@ -259,6 +259,19 @@ def test_sampling_depends_on_the_seed_of_a_request_alone():
     assert [tokens[1][row] for row in (0, 4)] == [plain[0], plain[4]], "greedy"
 
 
+def test_a_sampled_request_is_the_same_when_it_is_asked_again():
+    """Suffix decoding reads the texts of earlier requests. One with the same random numbers would
+    tell what they are going to be, and the sample would not have the target's distribution.
+    """
+    scheduler = Scheduler(slots_with("suffix", "full"))
+    for seed in range(10):
+        sampling = Sampling(1.0, top_k=5, seed=seed, ignore_eos=True)
+        asked = [Request(prompt, Params(12, sampling)) for prompt in random_prompts([20]) * 2]
+        for request in asked:
+            serve(scheduler, [request], seed)
+        assert asked[0].tokens == asked[1].tokens
+
+
 def test_rounds_are_greedy_again_once_the_sampled_requests_have_gone():
     """Sorting the vocabulary for nobody would cost every round to come."""
     slots, (prompt,) = slots_with("self", "streaming"), random_prompts([20])
