@@ -103,9 +103,16 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def exit_code(command: Callable[[], int | None]) -> int:
-    """Run a command line and return its exit code: 2, after one line on stderr, for a UserError."""
+    """Run a command line and return its exit code: 2, after one line on stderr, for a UserError and
+    for a file that the system refuses to open.
+    """
     try:
         return command() or 0
     except UserError as error:
         to_stderr(f"error: {error}")
+        return USER_ERROR
+    except OSError as error:
+        if error.filename is None:
+            raise
+        to_stderr(f"error: {error.filename}: {error.strerror}")
         return USER_ERROR

@@ -22,7 +22,7 @@ SUFFIXES = frozenset({".txt"})
 def books_at(path: Path, corpus: str) -> dict[str, Path]:
     """Return the books of a local copy by name. Raise UserError if there is none."""
     folder = Path(os.path.expanduser(path))
-    return files_at(folder / SPLIT if (folder / SPLIT).is_dir() else folder, corpus, SUFFIXES)
+    return files_at(folder / SPLIT if os.path.isdir(folder / SPLIT) else folder, corpus, SUFFIXES)
 
 
 def _download() -> dict[str, str]:

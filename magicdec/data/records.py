@@ -54,7 +54,7 @@ def records(path: str, corpus: str) -> Iterator[Place]:
     for what cannot be read; `corpus` is the file's name in errors.
     """
     file = Path(os.path.expanduser(path))
-    if not file.is_file():
+    if not os.path.isfile(file):  # Path.is_file raises for a path that is too long
         raise UserError(f"{corpus}: no such file")
     try:
         with _opened(file) as text:

@@ -39,9 +39,10 @@ def files_at(path: Path, corpus: str, suffixes: frozenset[str] = SUFFIXES) -> di
     Raise UserError if there is none; `corpus` is its name in the message.
     """
     path = Path(os.path.expanduser(path))
-    if path.is_file():
+    # Path.is_file and is_dir raise for a path that is too long; these two return False.
+    if os.path.isfile(path):
         return {path.name: path}
-    if not path.is_dir():
+    if not os.path.isdir(path):
         raise UserError(f"{corpus}: no such file or folder")
     paths = {
         p.relative_to(path): p

@@ -50,6 +50,7 @@ def test_text_errors(tmp_path):
         assert message == f"data.path={tmp_path / 'absent'}: no such file or folder"
     for name in ("text", "pg19"):
         assert "~no-such-user: no such file or folder" in error_of(name, "~no-such-user")
+        assert error_of(name, "x" * 300).endswith("x: no such file or folder")
     assert "no text files" in error_of("text", tmp_path)
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9 " * 20)
     message = error_of("text", tmp_path)
@@ -119,6 +120,7 @@ def test_too_few_prompts_names_both_numbers(tmp_path):
     assert "data.path" in error_of("prompts")
     assert "no such file" in error_of("prompts", tmp_path / "absent.jsonl")
     assert "no such file" in error_of("prompts", "~no-such-user/absent.jsonl")
+    assert "no such file" in error_of("prompts", "x" * 300)
 
 
 def test_pg19_from_a_local_copy_takes_the_test_split(tmp_path):

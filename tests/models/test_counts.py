@@ -95,6 +95,13 @@ def test_bytes_of_a_weight_include_its_share_of_a_scale(settings, num_bytes):
     assert {matrix.stored_bytes for matrix in config.matrices} == {num_bytes}
 
 
+def test_one_name_may_stand_for_a_list_of_modules_that_are_not_quantized():
+    settings = quantized("gptq", bits=4, group_size=-1, modules_to_not_convert="up_proj")
+    config = describe(plain_of("llama", settings), "config.json")
+    whole = [matrix for matrix in config.matrices if matrix.stored_bytes is None]
+    assert [(matrix.inputs, matrix.outputs) for matrix in whole] == [(1, 1)]
+
+
 @pytest.mark.parametrize(
     ("model_type", "settings", "said"),
     [

@@ -75,7 +75,12 @@ class WeightSizes:
         method = str(plain.get("quant_method"))
         self.only_experts = method == "mxfp4"
         try:
-            patterns = [name for key in EXCLUDED for name in plain.get(key) or ()]
+            excluded = [plain.get(key) or () for key in EXCLUDED]
+            patterns = [
+                name
+                for names in excluded
+                for name in ([names] if isinstance(names, str) else names)
+            ]
             self.excluded = [re.compile(str(name).removeprefix("re:")).pattern for name in patterns]
             self.bytes = BYTES_BY_METHOD[method](plain) if plain else None
         except (AttributeError, KeyError, TypeError, re.error):  # another method, or broken values
