@@ -29,9 +29,9 @@ from magicdec.architectures.head_config import HeadConfig
 from magicdec.architectures.hugging_face import from_hugging_face
 from magicdec.architectures.model_config import ModelConfig
 from magicdec.config.choices import DraftConfig, ModelChoice
+from magicdec.config.folders import CONF
 from magicdec.config.omega import alpha_from_acceptance_length
 from magicdec.config.registry import DRAFTS, POLICIES
-from magicdec.config.schema import CONF
 from magicdec.costmodel.comparison import PERFECT
 from magicdec.costmodel.confidence import TABLE, Case, Error
 from magicdec.costmodel.hardware import Hardware, configured

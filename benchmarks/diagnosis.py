@@ -21,9 +21,9 @@ from page import RESULTS
 from render import write_csv
 
 from magicdec.config.choices import ModelChoice
+from magicdec.config.groups import Efficiency
 from magicdec.config.omega import omega
 from magicdec.config.registry import DRAFTS, POLICIES
-from magicdec.config.schema import Efficiency
 from magicdec.costmodel.diagnosis import (
     ACCEPTANCE,
     CAUSES,

@@ -20,7 +20,7 @@ from page import RESULTS, ROOT
 from render import Row, read_csv, table, write_csv
 
 from magicdec.architectures.model_config import ModelConfig
-from magicdec.config.schema import Efficiency
+from magicdec.config.groups import Efficiency
 from magicdec.costmodel.calibration import OWN, Prior, calibrate
 from magicdec.costmodel.hardware import Hardware, configured
 from magicdec.costmodel.routing import Routing

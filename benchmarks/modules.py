@@ -32,8 +32,8 @@ from transformers import GptOssConfig, LlamaConfig, Qwen3MoeConfig
 
 from magicdec.attention.cpp import CppAttention
 from magicdec.calibrate.steps import row_of
+from magicdec.config.groups import BatchConfig, HardwareConfig, SamplingConfig
 from magicdec.config.registry import DRAFTS, POLICIES
-from magicdec.config.schema import BatchConfig, HardwareConfig, SamplingConfig
 from magicdec.costmodel import hardware
 from magicdec.costmodel.calibration import OF_EXPERTS, calibrate
 from magicdec.costmodel.hardware import Hardware, configured

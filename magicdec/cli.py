@@ -28,9 +28,9 @@ from hydra_plugins.magicdec._sweeper import register
 from magicdec import commands
 from magicdec.config.checks import refuse_secrets
 from magicdec.config.explain import explain
+from magicdec.config.folders import CONF
 from magicdec.config.hydra_versions import choose_behaviour, register_resolver
 from magicdec.config.load import load
-from magicdec.config.schema import CONF
 from magicdec.config.search_path import add_own_options
 from magicdec.errors import (
     USER_ERROR,

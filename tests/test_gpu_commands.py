@@ -7,8 +7,8 @@ import re
 import pytest
 import torch
 
+from magicdec.config.folders import option_file
 from magicdec.config.load import compose
-from magicdec.config.schema import option_file
 from magicdec.costmodel.hardware import parse_name
 from magicdec.planning import fits
 from magicdec.planning.resolve import resolve

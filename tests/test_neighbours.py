@@ -85,7 +85,7 @@ def app(python, tmp_path):
 def test_the_environment_has_the_wheel_and_not_the_checkout(app):
     shown = app(
         "-c",
-        "import magicdec.config.schema as s, hydra_plugins.magicdec as p; print(s.CONF,"
+        "import magicdec.config.folders as f, hydra_plugins.magicdec as p; print(f.CONF,"
         " *p.__path__)",
     )
     assert shown.returncode == 0, shown.stderr

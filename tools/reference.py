@@ -18,9 +18,10 @@ import yaml
 from jinja2 import StrictUndefined, Template
 
 from magicdec import cli
-from magicdec.config import schema
+from magicdec.config.folders import CONF
+from magicdec.config.groups import SweepConfig
 from magicdec.config.registry import CORPORA, DRAFTS, ENGINES, POLICIES, keys_of
-from magicdec.config.schema import CONF, Config
+from magicdec.config.schema import Config
 from magicdec.inputs.rules import must
 
 GROUPS = (
@@ -120,7 +121,7 @@ def configuration() -> str:
     return _page(
         "configuration.md",
         groups=groups,
-        sweep=_settings("sweep.", [Option("", "", sweep)], [schema.SweepConfig]),
+        sweep=_settings("sweep.", [Option("", "", sweep)], [SweepConfig]),
         own=_settings("", [Option("", "", own)], [Config]),
     )
 

@@ -11,7 +11,7 @@ from typing import NamedTuple, cast
 
 from magicdec.calibrate.steps import ELEMENT_BYTES, Measured, measured, rates_of, this_machine
 from magicdec.config.load import compose, override
-from magicdec.config.schema import Serve
+from magicdec.config.scenario_settings import Serve
 from magicdec.costmodel.hardware import CPU
 from magicdec.costmodel.tables import Row
 from magicdec.errors import UserError, to_stderr

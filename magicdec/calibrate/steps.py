@@ -8,8 +8,8 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from magicdec.architectures.model_config import ModelConfig
+from magicdec.config.groups import Efficiency
 from magicdec.config.load import compose
-from magicdec.config.schema import Efficiency
 from magicdec.costmodel.hardware import CPU, Hardware, configured, device_in
 from magicdec.costmodel.roofline import BF16
 from magicdec.costmodel.stacks import OWN_STACK

@@ -14,7 +14,7 @@ from statistics import median
 
 from magicdec.calibrate.result_files import of_results
 from magicdec.calibrate.steps import Measured, measure_here
-from magicdec.config.schema import check_is_read
+from magicdec.config.folders import check_is_read
 from magicdec.costmodel.calibration import (
     ON_CPUS,
     OWN,

@@ -15,7 +15,8 @@ from pydantic import TypeAdapter
 
 from magicdec.config.choices import DraftConfig
 from magicdec.config.registry import BACKENDS, DRAFTS, GROUPS, keys_of
-from magicdec.config.schema import SCENARIOS, Config, Scenario
+from magicdec.config.scenario_settings import SCENARIOS, Scenario
+from magicdec.config.schema import Config
 from magicdec.errors import exit_code
 from magicdec.inputs import plugins
 

@@ -1,7 +1,8 @@
 """Cross-field checks of a configuration: mistakes, and settings that are legal but probably not
 meant.
 
-Rules for single values are declared with their fields in schema.py.
+Rules for single values are declared with their fields: in groups.py, scenario_settings.py and the
+modules of choices.
 """
 
 import math
@@ -12,7 +13,8 @@ from typing import Any
 
 from magicdec.config.options import read_keys
 from magicdec.config.registry import CORPORA
-from magicdec.config.schema import Assumed, Compare, Config, Profile, Serve
+from magicdec.config.scenario_settings import Assumed, Compare, Profile, Serve
+from magicdec.config.schema import Config
 from magicdec.errors import UserError
 from magicdec.inputs.rules import did_you_mean
 

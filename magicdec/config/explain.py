@@ -19,8 +19,8 @@ from omegaconf.errors import (
 )
 from yaml import YAMLError
 
+from magicdec.config.folders import CONF, option_file
 from magicdec.config.options import known_keys, unreadable, values_in
-from magicdec.config.schema import CONF, option_file
 from magicdec.errors import UserError, in_one_line, is_out_of_memory
 from magicdec.inputs.rules import SHORT, BadValue
 

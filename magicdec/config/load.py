@@ -16,9 +16,10 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from magicdec.config.checks import refuse_secrets, validate
 from magicdec.config.explain import explain, located, unknown_key
+from magicdec.config.folders import CONF, own_folders
 from magicdec.config.hydra_versions import initialized, register_resolver
 from magicdec.config.options import OPEN, complete_model, is_known, read_keys
-from magicdec.config.schema import CONF, Config, own_folders
+from magicdec.config.schema import Config
 from magicdec.config.search_path import add_own_options
 from magicdec.errors import UserError
 from magicdec.inputs import plugins

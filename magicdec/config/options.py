@@ -16,8 +16,10 @@ from pydantic import TypeAdapter
 from magicdec.architectures.hugging_face import from_hugging_face
 from magicdec.architectures.model_config import ModelConfig
 from magicdec.config import registry
+from magicdec.config.folders import CONF, option_file, own_folders
 from magicdec.config.registry import PACKAGE
-from magicdec.config.schema import CONF, SCENARIOS, Config, option_file, own_folders
+from magicdec.config.scenario_settings import SCENARIOS
+from magicdec.config.schema import Config
 from magicdec.errors import Unsupported, UserError, in_one_line
 
 # Groups whose options differ in their keys.

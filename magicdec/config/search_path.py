@@ -10,7 +10,7 @@ from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from typing_extensions import override
 
-from magicdec.config.schema import CONF, own_folders
+from magicdec.config.folders import CONF, own_folders
 
 
 class OwnOptions(SearchPathPlugin):

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from magicdec.config.choices import ModelChoice
+from magicdec.config.groups import SamplingConfig
 from magicdec.config.options import values_of
 from magicdec.config.registry import DRAFTS, POLICIES, Registry
-from magicdec.config.schema import SamplingConfig
 from magicdec.conformance.contracts import Broken, WatchedDraft, drawn_otherwise
 from magicdec.conformance.small_models import (
     VOCAB,

@@ -15,8 +15,8 @@ from magicdec.architectures.mtp_config import MtpConfig
 from magicdec.attention.sdpa import SdpaAttention
 from magicdec.cache.full import Full
 from magicdec.config.choices import CacheConfig, DraftConfig
+from magicdec.config.groups import BatchConfig, HardwareConfig, SamplingConfig
 from magicdec.config.registry import DRAFTS, POLICIES
-from magicdec.config.schema import BatchConfig, HardwareConfig, SamplingConfig
 from magicdec.engine.native import Batch, NativeEngine
 from magicdec.models.block import BlockHead
 from magicdec.models.head import Head

@@ -17,7 +17,7 @@ import yaml
 from numpy.typing import NDArray
 
 from magicdec.architectures.model_config import ModelConfig
-from magicdec.config.schema import Efficiency
+from magicdec.config.groups import Efficiency
 from magicdec.costmodel.hardware import NVLINK4, Hardware, configured, parse_name
 from magicdec.costmodel.round import Setup, prefill_s, round_times
 from magicdec.costmodel.tables import Row

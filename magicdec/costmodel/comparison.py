@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from magicdec.config.groups import Efficiency
 from magicdec.config.omega import omega
-from magicdec.config.schema import Efficiency
 from magicdec.costmodel.acceptance import Curves
 from magicdec.costmodel.acceptance import published as published_points
 from magicdec.costmodel.kernel_costs import KernelCosts

@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 import yaml
 
-from magicdec.config.schema import CONF, Efficiency
+from magicdec.config.folders import CONF
+from magicdec.config.groups import Efficiency
 from magicdec.costmodel.kernel_costs import KernelCosts
 from magicdec.costmodel.matmuls import Shares, shares_of
 from magicdec.costmodel.stacks import OWN_STACK, STACKS, Stack, stack_named

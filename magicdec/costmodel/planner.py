@@ -12,9 +12,9 @@ from typing import Any
 import yaml
 
 from magicdec.config.choices import CacheConfig, DraftConfig
+from magicdec.config.groups import HardwareConfig
 from magicdec.config.options import values_of
 from magicdec.config.registry import DRAFTS, POLICIES
-from magicdec.config.schema import HardwareConfig
 from magicdec.costmodel.acceptance import AlphaEstimate, Curves, is_same
 from magicdec.costmodel.prediction import GAMMAS, Prediction, predict
 from magicdec.costmodel.round import Setup, prefill_s

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from magicdec.architectures.model_config import ModelConfig
+from magicdec.config.folders import CONF, own_folders
 from magicdec.config.options import values_of
-from magicdec.config.schema import CONF, own_folders
 from magicdec.errors import UserError, to_stderr
 from magicdec.inputs.rules import parse
 

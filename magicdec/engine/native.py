@@ -8,8 +8,8 @@ import torch
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from magicdec.config.choices import CacheConfig, DraftConfig, EngineConfig
+from magicdec.config.groups import BatchConfig, HardwareConfig, SamplingConfig
 from magicdec.config.registry import DRAFTS, ENGINES
-from magicdec.config.schema import BatchConfig, HardwareConfig, SamplingConfig
 from magicdec.decoding.state import State
 from magicdec.drafts.base import Draft, DraftSpec
 from magicdec.engine.decoder import Decoder

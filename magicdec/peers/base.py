@@ -10,8 +10,9 @@ from itertools import zip_longest
 from typing import ClassVar
 
 from magicdec.config.choices import CacheConfig, DraftConfig, EngineConfig, ModelChoice
+from magicdec.config.groups import HardwareConfig, SamplingConfig
 from magicdec.config.omega import alpha_from_acceptance_length
-from magicdec.config.schema import Config, HardwareConfig, SamplingConfig
+from magicdec.config.schema import Config
 from magicdec.measure.metrics import Metrics, RowTimes
 
 

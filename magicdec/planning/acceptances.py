@@ -6,7 +6,8 @@ from magicdec.config.choices import CacheConfig, DraftConfig, ModelChoice
 from magicdec.config.omega import alpha_from_acceptance_length
 from magicdec.config.options import values_of
 from magicdec.config.registry import CORPORA, DRAFTS, POLICIES
-from magicdec.config.schema import Assumed, Config
+from magicdec.config.scenario_settings import Assumed
+from magicdec.config.schema import Config
 from magicdec.costmodel import acceptance, comparison
 from magicdec.costmodel.acceptance import AlphaEstimate, Curves
 from magicdec.costmodel.head_lengths import published_alpha

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from magicdec.config.registry import DRAFTS
-from magicdec.config.schema import Compare
+from magicdec.config.scenario_settings import Compare
 from magicdec.costmodel.hardware import device_in
 from magicdec.costmodel.prediction import predict
 from magicdec.costmodel.roofline import step_time

@@ -4,8 +4,8 @@ rehearsal without storage.
 
 from dataclasses import replace
 
+from magicdec.config.groups import BatchConfig
 from magicdec.config.registry import BACKENDS
-from magicdec.config.schema import BatchConfig
 from magicdec.costmodel.memory_estimate import Memory
 from magicdec.errors import UserError
 from magicdec.measure import memory_use

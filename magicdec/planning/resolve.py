@@ -12,8 +12,9 @@ from magicdec.architectures.model_config import ModelConfig, check_ranks
 from magicdec.attention import backends
 from magicdec.config.checks import check_length
 from magicdec.config.choices import ModelChoice
+from magicdec.config.groups import ROWS_ON, BatchConfig
 from magicdec.config.registry import BACKENDS, CORPORA, ENGINES
-from magicdec.config.schema import ROWS_ON, BatchConfig, Config
+from magicdec.config.schema import Config
 from magicdec.errors import UserError
 from magicdec.kernels.toolchain import triton_obstacle
 from magicdec.measure.system import cpu_name

@@ -7,7 +7,7 @@ from typing import Any
 
 from magicdec.config.choices import DraftConfig
 from magicdec.config.registry import DRAFTS
-from magicdec.config.schema import Assumed
+from magicdec.config.scenario_settings import Assumed
 from magicdec.costmodel.hardware import CPU, Hardware, configured, device_in, unknown
 from magicdec.costmodel.memory_estimate import Memory, memory
 from magicdec.costmodel.round import Setup

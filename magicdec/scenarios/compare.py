@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from magicdec.config.schema import Compare
+from magicdec.config.scenario_settings import Compare
 from magicdec.data import Prompts
 from magicdec.drafts.base import Draft
 from magicdec.engine.decoder import Decoder, Generation

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from magicdec.config.omega import omega
 from magicdec.config.registry import DRAFTS
-from magicdec.config.schema import Profile
+from magicdec.config.scenario_settings import Profile
 from magicdec.costmodel.diagnosis import Diagnosis, diagnose
 from magicdec.costmodel.hardware import CPU, configured, device_in
 from magicdec.costmodel.limits import limits

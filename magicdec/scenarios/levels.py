@@ -17,7 +17,7 @@ from rich.text import Text
 
 from magicdec.config.load import to_dict
 from magicdec.config.registry import CORPORA
-from magicdec.config.schema import Serve
+from magicdec.config.scenario_settings import Serve
 from magicdec.data import Prompts
 from magicdec.measure.metrics import Metrics, by_category
 from magicdec.planning import build

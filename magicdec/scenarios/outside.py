@@ -22,7 +22,8 @@ from rich.text import Text
 
 from magicdec.config.load import to_dict
 from magicdec.config.omega import alpha_from_acceptance_length
-from magicdec.config.schema import Config, Profile
+from magicdec.config.scenario_settings import Profile
+from magicdec.config.schema import Config
 from magicdec.costmodel.diagnosis import Diagnosis
 from magicdec.errors import UserError, to_stderr
 from magicdec.measure.metrics import Metrics

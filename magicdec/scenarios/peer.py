@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from magicdec.config.registry import ENGINES
-from magicdec.config.schema import Compare
+from magicdec.config.scenario_settings import Compare
 from magicdec.data import Prompts
 from magicdec.measure import memory_use, metrics
 from magicdec.measure.metrics import Metrics

@@ -12,7 +12,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from magicdec.config.choices import DraftConfig
-from magicdec.config.schema import Config, Search, check_is_read
+from magicdec.config.folders import check_is_read
+from magicdec.config.scenario_settings import Search
+from magicdec.config.schema import Config
 from magicdec.costmodel.planner import (
     FOUND_BY,
     Candidate,

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from magicdec.config.schema import Profile
+from magicdec.config.scenario_settings import Profile
 from magicdec.data import PromptRequest, load_prompts
 from magicdec.engine.native import NativeEngine, warm_up
 from magicdec.measure import memory_use

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from magicdec.config.schema import Compare
+from magicdec.config.scenario_settings import Compare
 from magicdec.measure.intervals import half_width, speedup_wall
 from magicdec.measure.metrics import Times
 from magicdec.scenarios.stored_units import Repeats, Unit

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from magicdec.config.schema import Compare, Config
+from magicdec.config.scenario_settings import Compare
+from magicdec.config.schema import Config
 from magicdec.scenarios.repeats import Goal
 from magicdec.tracking import sweep
 from magicdec.tracking.reader import attempts, read_result, run_of

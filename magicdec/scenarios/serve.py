@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from magicdec.config.checks import refuse_unread
 from magicdec.config.load import compose
-from magicdec.config.schema import Serve
+from magicdec.config.scenario_settings import Serve
 from magicdec.data.tokenizer import load_tokenizer
 from magicdec.engine.native import NativeEngine
 from magicdec.errors import UserError, to_stderr

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import torch
 
-from magicdec.config.schema import Serve
+from magicdec.config.scenario_settings import Serve
 from magicdec.data import Prompts
 from magicdec.errors import to_stderr
 from magicdec.measure.contexts import context_acceptance

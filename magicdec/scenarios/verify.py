@@ -13,7 +13,8 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-from magicdec.config.schema import Config, Verify
+from magicdec.config.scenario_settings import Verify
+from magicdec.config.schema import Config
 from magicdec.costmodel.engine_settings import read_vllm
 from magicdec.costmodel.hardware import device_in
 from magicdec.costmodel.round import round_times

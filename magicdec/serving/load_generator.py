@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 from typing_extensions import override
 
-from magicdec.config.schema import Serve
+from magicdec.config.scenario_settings import Serve
 from magicdec.serving.request import Params, Request, Stats
 
 PERCENTILES = (50, 90, 99)

@@ -9,7 +9,7 @@ from typing import Annotated
 from pydantic import Field, ValidationError
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
-from magicdec.config.schema import SamplingConfig
+from magicdec.config.groups import SamplingConfig
 from magicdec.inputs.rules import STRICT, Count, refusal
 from magicdec.measure.metrics import Rounds, acceptance, is_whole
 from magicdec.verification.sampling import Sampling

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from magicdec.config.schema import SamplingConfig
+from magicdec.config.groups import SamplingConfig
 from magicdec.kernels.toolchain import triton_obstacle
 
 EVERYTHING = 1 << 31  # a top_k beyond any vocabulary

@@ -8,8 +8,8 @@ import yaml
 
 from magicdec.calibrate.result_files import of_results
 from magicdec.commands import calibrate
+from magicdec.config.groups import Efficiency
 from magicdec.config.load import compose, to_dict
-from magicdec.config.schema import Efficiency
 from magicdec.costmodel.hardware import configured
 from magicdec.costmodel.round import Setup, prefill_s, round_times
 from magicdec.costmodel.targets import architecture

@@ -11,11 +11,12 @@ from omegaconf import DictConfig, OmegaConf
 from magicdec.architectures.model_config import ModelConfig, RopeScaling
 from magicdec.config import options
 from magicdec.config.checks import refuse_unread, unread, validate, warnings
+from magicdec.config.folders import CONF
 from magicdec.config.hydra_versions import initialized
 from magicdec.config.load import compose, load, to_dict
 from magicdec.config.options import complete_model, known_keys, read_keys, values_of
 from magicdec.config.registry import DRAFTS, GROUPS, POLICIES
-from magicdec.config.schema import CONF, Config
+from magicdec.config.schema import Config
 from magicdec.costmodel import targets
 from magicdec.errors import UserError
 from tests.inputs.test_plugins import written

@@ -3,8 +3,8 @@ from dataclasses import fields
 import pytest
 
 from magicdec.architectures.model_config import ModelConfig
+from magicdec.config.groups import Efficiency
 from magicdec.config.registry import POLICIES
-from magicdec.config.schema import Efficiency
 from magicdec.costmodel.hardware import DEVICES, Hardware, hardware_named
 from magicdec.costmodel.round import Setup
 from magicdec.costmodel.stacks import STACKS

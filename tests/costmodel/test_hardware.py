@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 import yaml
 
-from magicdec.config.schema import CONF
+from magicdec.config.folders import CONF
 from magicdec.costmodel import hardware
 from magicdec.errors import UserError
 from magicdec.inputs.rules import parse

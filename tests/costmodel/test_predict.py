@@ -11,8 +11,8 @@ import yaml
 from magicdec.cache.snapkv import SnapKV
 from magicdec.cache.streaming import Streaming
 from magicdec.config.choices import ModelChoice
+from magicdec.config.groups import HardwareConfig
 from magicdec.config.options import values_of
-from magicdec.config.schema import HardwareConfig
 from magicdec.costmodel.acceptance import AlphaEstimate, Curves, Point, published
 from magicdec.costmodel.hardware import hardware_named
 from magicdec.costmodel.planner import experiment_yaml, search

@@ -18,8 +18,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from magicdec.architectures.modules_config import ModulesConfig
 from magicdec.attention.cpp import CppAttention
 from magicdec.commands import doctor
+from magicdec.config.groups import SamplingConfig
 from magicdec.config.load import compose
-from magicdec.config.schema import SamplingConfig
 from magicdec.conformance.examine import both_ways
 from magicdec.engine.output_audit import audit
 from magicdec.errors import UserError

@@ -7,8 +7,8 @@ import os
 
 import pytest
 
+from magicdec.config.groups import SamplingConfig
 from magicdec.config.registry import DRAFTS
-from magicdec.config.schema import SamplingConfig
 from magicdec.conformance.examine import both_ways
 from magicdec.engine.output_audit import audit
 from tests.models.adapter_cases import (

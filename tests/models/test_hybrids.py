@@ -14,9 +14,9 @@ from torch import Tensor
 
 from magicdec.attention.cpp import CppAttention
 from magicdec.commands import doctor
+from magicdec.config.groups import SamplingConfig
 from magicdec.config.load import compose
 from magicdec.config.registry import DRAFTS, POLICIES
-from magicdec.config.schema import SamplingConfig
 from magicdec.conformance.examine import both_ways
 from magicdec.engine.native import warm_up
 from magicdec.engine.output_audit import audit

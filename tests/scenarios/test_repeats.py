@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from magicdec.config.load import compose, to_dict
-from magicdec.config.schema import Compare
+from magicdec.config.scenario_settings import Compare
 from magicdec.measure.intervals import t_quantile
 from magicdec.scenarios import repeats
 from magicdec.scenarios.repeats import Goal

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from magicdec.config.load import compose
-from magicdec.config.schema import Serve
+from magicdec.config.scenario_settings import Serve
 from magicdec.errors import UserError
 from magicdec.scenarios import levels
 from magicdec.scenarios.level_units import LevelUnit, ServedRequest

@@ -1,0 +1,263 @@
+"""The group `scenario`: a class for each scenario, with its keys and what it needs."""
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Annotated, ClassVar, Literal, TypeVar, get_args, get_type_hints
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+from typing_extensions import override
+
+from magicdec.config.groups import AutoOrCount, BatchConfig, Figure
+from magicdec.inputs.rules import (
+    STRICT,
+    Count,
+    Counts,
+    FileName,
+    Fraction,
+    Percentage,
+    Share,
+    must,
+)
+
+SomeCounts = Annotated[Counts, Field(min_length=1)]
+Tolerance = Annotated[float, Field(ge=0, lt=1), must("must be at least 0 and below 1")]
+
+
+class Needs:
+    """The needs of a kind of run, with those of most as defaults."""
+
+    predicts: ClassVar[bool] = False  # it loads no weights, and measures nothing
+    searches: ClassVar[bool] = False  # for drafts and caches of its own
+    reads_text: ClassVar[bool] = True
+    measures_acceptance: ClassVar[bool] = True
+    prefills_batches: ClassVar[bool] = False  # those of the data, which jobs of a sweep share
+    serves: ClassVar[bool] = False  # requests that come and go
+    audits: ClassVar[bool] = False  # the logits of what was written
+    stores_units: ClassVar[bool] = False  # parts of the work, each when it ends
+    # Its result depends on other runs in the store, so that no sweep skips it.
+    reads_store: ClassVar[bool] = False
+    # Keys of its own that name a file, whose content decides the result.
+    files: ClassVar[tuple[str, ...]] = ()
+    # Keys of its own that replace general ones.
+    at: ClassVar[Mapping[str, str]] = MappingProxyType({})
+
+    def key_of(self, general: str) -> str:
+        """Return the key that this scenario has in place of a general one, or the general one."""
+        return self.at.get(general, general)
+
+    def largest(self, batch: BatchConfig) -> tuple[int, int]:
+        """Return the rows and the context of the largest batch; `batch.size` is resolved."""
+        return int(batch.size), self.longest(batch)
+
+    def longest(self, batch: BatchConfig) -> int:
+        """Return the longest context."""
+        return batch.context_len
+
+
+# Of scenarios that measure a grid.
+GRID = MappingProxyType(
+    {
+        "batch.size": "scenario.batch_sizes",
+        "batch.context_len": "scenario.context_lens",
+        "draft.gamma": "scenario.gammas",
+    }
+)
+
+
+@dataclass(frozen=True, config=STRICT)
+class Compare(Needs):
+    """Speculative next to autoregressive decoding of the same prompts."""
+
+    prefills_batches: ClassVar[bool] = True
+    audits: ClassVar[bool] = True
+    stores_units: ClassVar[bool] = True
+
+    name: Literal["compare"]
+    repeats: AutoOrCount
+    profile_repeats: Count
+    precision: Percentage = 0.02
+    max_minutes: Figure = 10.0
+
+
+@dataclass(frozen=True, config=STRICT)
+class Profile(Needs):
+    """The times of a round's parts over a grid."""
+
+    reads_text: ClassVar[bool] = False
+    measures_acceptance: ClassVar[bool] = False
+    stores_units: ClassVar[bool] = True
+    files: ClassVar[tuple[str, ...]] = ("forward",)
+    at: ClassVar[Mapping[str, str]] = GRID
+
+    name: Literal["profile"]
+    profile_repeats: Count
+    batch_sizes: SomeCounts
+    context_lens: SomeCounts
+    gammas: SomeCounts
+    expected_alpha: Share | None = None
+    forward: str | None = None
+
+    @override
+    def largest(self, batch: BatchConfig) -> tuple[int, int]:
+        return max(self.batch_sizes), self.longest(batch)
+
+    @override
+    def longest(self, batch: BatchConfig) -> int:
+        return max(self.context_lens)
+
+
+@dataclass(frozen=True, config=STRICT)
+class Verify(Needs):
+    """A schedule of gammas next to every fixed gamma over a grid."""
+
+    files: ClassVar[tuple[str, ...]] = ("file",)
+    at: ClassVar[Mapping[str, str]] = GRID
+
+    name: Literal["verify"]
+    file: str | None
+    steps: Literal["predicted", "measured"]
+    batch_sizes: SomeCounts
+    context_lens: SomeCounts
+    gammas: SomeCounts
+    repeats: Count
+    tolerance: Tolerance
+
+    @override
+    def longest(self, batch: BatchConfig) -> int:
+        return max(self.context_lens)
+
+
+@dataclass(frozen=True, config=STRICT)
+class Assumed(Needs):
+    """An assumed acceptance: alpha itself, or what an engine reported at a gamma of its own."""
+
+    predicts: ClassVar[bool] = True
+    reads_text: ClassVar[bool] = False
+    measures_acceptance: ClassVar[bool] = False
+    reads_store: ClassVar[bool] = True
+
+    alpha: Share | None
+    acceptance_rate: Share | None
+    acceptance_length: Annotated[float | None, Field(ge=1), must("must be at least 1, or null")]
+    acceptance_gamma: Count | None
+    stack: str | None
+    match_share: Share | None
+    routing: str | None
+
+    def mistakes(self) -> Iterator[str]:
+        """Yield what contradicts itself."""
+        given = [
+            key
+            for key in ("alpha", "acceptance_rate", "acceptance_length")
+            if getattr(self, key) is not None
+        ]
+        if len(given) > 1:
+            yield f"scenario.{given[0]} and scenario.{given[1]} say the same thing twice; give one"
+        reported = [key for key in given if key != "alpha"]
+        if reported and self.acceptance_gamma is None:
+            yield (
+                f"scenario.{reported[0]} needs scenario.acceptance_gamma: how many tokens were"
+                " proposed per round when it was measured (vLLM's num_speculative_tokens)"
+            )
+        if self.acceptance_gamma is not None and not reported:
+            yield (
+                "scenario.acceptance_gamma has no effect without scenario.acceptance_rate or"
+                " acceptance_length"
+            )
+        if (
+            self.length is not None
+            and self.acceptance_gamma
+            and self.length > self.acceptance_gamma + 1
+        ):
+            most = self.acceptance_gamma + 1
+            yield (
+                f"scenario.acceptance_length={self.length} is above scenario.acceptance_gamma + 1 ="
+                f" {most}"
+            )
+
+    @property
+    def length(self) -> float | None:
+        """Return the reported tokens per round, bonus token included; None where nothing was
+        reported.
+        """
+        if self.acceptance_rate is not None and self.acceptance_gamma is not None:
+            return 1 + self.acceptance_gamma * self.acceptance_rate
+        return self.acceptance_length
+
+
+@dataclass(frozen=True, config=STRICT)
+class Predict(Assumed):
+    """A prediction by the cost model."""
+
+    name: Literal["predict"]
+    gammas: SomeCounts
+    critical_batches: Annotated[
+        Counts, must("must be a smaller and a larger batch", lambda b: len(b) == 2 and b[0] < b[1])
+    ]
+
+
+@dataclass(frozen=True, config=STRICT)
+class Search(Assumed):
+    """A search for the best configuration by the cost model."""
+
+    searches: ClassVar[bool] = True
+
+    name: Literal["plan"]
+    drafts: Annotated[list[str], Field(min_length=1)]
+    policies: Annotated[list[str], Field(min_length=1)]
+    gammas: SomeCounts
+    batch_sizes: Counts
+    context_lens: Counts
+    workload: Annotated[
+        list[list[Count]],
+        must(
+            "must hold pairs of prompt and output tokens, as in [[4000,500]]",
+            lambda v: all(len(p) == 2 for p in v),
+        ),
+    ]
+    latency_ms: Figure | None
+    schedule: Literal["vllm", "vllm_by_context", "sglang", "tensorrt_llm", "llamacpp"] | None
+    tolerance: Tolerance
+    least_gamma: Literal[0, 1]
+    save_as: FileName
+
+
+@dataclass(frozen=True, config=STRICT)
+class Serve(Needs):
+    """Requests that come and go."""
+
+    serves: ClassVar[bool] = True
+    stores_units: ClassVar[bool] = True
+
+    name: Literal["serve"]
+    concurrencies: Counts
+    rates: Annotated[list[Figure], must("must hold numbers above 0")]
+    replays: Annotated[list[Figure], must("must hold numbers above 0")]
+    num_requests: Count
+    length_shares: Annotated[
+        list[Fraction], must("must hold numbers above 0 and at most 1"), Field(min_length=1)
+    ]
+    latency_ms: Figure | None
+    first_token_ms: Figure | None
+    slo: Literal["concurrency", "rate"] | None
+    slo_percentile: Literal[50, 90, 99]
+    slo_most: Figure
+
+    @property
+    def bounds(self) -> dict[str, float | None]:
+        """Return the bounds of latencies, by metric."""
+        return {
+            "time_per_output_token_ms": self.latency_ms,
+            "time_to_first_token_ms": self.first_token_ms,
+        }
+
+
+S = TypeVar("S", Compare, Profile, Verify, Predict, Search, Serve)
+Scenario = Annotated[
+    Compare | Profile | Verify | Predict | Search | Serve, Field(discriminator="name")
+]
+# Their classes by name.
+SCENARIOS: dict[str, type] = {
+    get_args(get_type_hints(kind)["name"])[0]: kind for kind in S.__constraints__
+}
