@@ -8,9 +8,9 @@ from transformers import AutoModelForCausalLM
 
 from magicdec.architectures.modules_config import ModulesConfig
 from magicdec.attention.base import Attention
-from magicdec.models.adapter.facts import storeless
 from magicdec.models.adapter.interface import NAME
 from magicdec.models.adapter.modules_transformer import ModulesTransformer
+from magicdec.models.adapter.recorded_pass import storeless
 from magicdec.models.adapter.transformers_library import (
     check_version,
     config_from,

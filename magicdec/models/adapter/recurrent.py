@@ -27,6 +27,11 @@ CHUNKED, STEPWISE = "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta
 CHUNK = 64  # tokens of a long pass that are taken at a time
 
 
+def is_recurrent(config: Any) -> bool:
+    """Return whether a model of this configuration has such layers."""
+    return config.get_text_config().model_type in FAMILIES
+
+
 class LayerStates:
     """The states of one layer in one pass, as its forward method sees a cache."""
 
