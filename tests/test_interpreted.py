@@ -12,6 +12,7 @@ from tests.programs import ROOT
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # minutes of one core, and more on a busy machine
 def test_kernels_in_the_interpreter():
     """All in one new process: Triton reads when it is imported whether to interpret or to
     compile.

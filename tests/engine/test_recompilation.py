@@ -30,6 +30,9 @@ from tests.small import new_engine, open_batch, random_prompts, small_drafter, s
 pytestmark = pytest.mark.slow
 GREEDY, SAMPLED = Sampling(), Sampling(temperature=0.8, top_k=20, top_p=0.9)
 CASES = [("self", policy) for policy in POLICIES] + [(draft, "streaming") for draft in DRAFTS]
+# One of each kind of draft step and of selection; the others are a soak.
+SOME = [("self", "streaming"), ("self", "quest"), ("hierarchical", "streaming")]
+SOME += [("eagle3", "streaming"), ("dflash", "streaming")]
 KEYS = {"budget": 16, "num_sink": 2, "page_size": 4, "refresh": 4, "generate_len": 24}
 
 
@@ -79,7 +82,13 @@ def decode(batch) -> None:
             batch.decoder.generate(batch.draft)
 
 
-@pytest.mark.parametrize(("draft", "policy"), dict.fromkeys(CASES))
+@pytest.mark.parametrize(
+    ("draft", "policy"),
+    [
+        pytest.param(*pair, marks=() if pair in SOME else pytest.mark.soak)
+        for pair in dict.fromkeys(CASES)
+    ],
+)
 def test_nothing_is_compiled_after_rehearsals(draft, policy, compiled):
     """Of a greedy batch, and of one by the same models that samples."""
     models = compiled_models(draft)
