@@ -28,7 +28,9 @@ class ObservedCache(KVCache):
         self.k_LBKSD, self.v_LBKSD = source.k_LBKSD, source.v_LBKSD
         self.seqlens_B = source.seqlens_B
         self.scores_LBKS = torch.zeros(
-            source.k_LBKSD[:num_layers].shape[:4], device=source.k_LBKSD.device
+            source.k_LBKSD[:num_layers].shape[:4],
+            dtype=torch.float32,
+            device=source.k_LBKSD.device,
         )
         self.attention: Attention | None = None  # that was observed last
         self._ends_BT = ends(self.num_rows, 1, source.k_LBKSD.device)
@@ -62,6 +64,7 @@ class ReplayedCache(ObservedCache):
 
     def __init__(self, source: KVCache):
         super().__init__(source)
+        self.states = None  # nothing here runs recurrent layers
         self.seqlens_B = source.seqlens_B.clone()
         self.counted_BT: Tensor | None = None  # which of the new tokens count; None: all
 

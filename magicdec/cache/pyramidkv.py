@@ -114,8 +114,8 @@ class PyramidKVCache(DraftCache):
     @property
     @override
     def num_bytes(self) -> int:
-        """Return the bytes of all levels."""
-        return sum(level.num_bytes for level in self.levels)
+        """Return the bytes of all levels, and of recurrent states."""
+        return super().num_bytes + sum(level.num_bytes for level in self.levels)
 
     @override
     def positions_BT(self, num_new: int) -> Tensor:
@@ -148,11 +148,15 @@ class PyramidKVCache(DraftCache):
     def advance(self, num_new: int) -> None:
         for level in self.levels:
             level.advance(num_new)
+        if self.states is not None:  # of recurrent layers, which the levels do not have
+            self.states.end_pass()
 
     @override
     def commit(self, num_appended: int, count_B: Tensor) -> None:
         for level in self.levels:
             level.commit(num_appended, count_B)
+        if self.states is not None:
+            self.states.commit(num_appended, count_B)
 
     @override
     def load(self, source: KVCache, scores_LBKS: Tensor | None = None) -> None:

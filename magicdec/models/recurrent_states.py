@@ -107,8 +107,9 @@ class States(ABC):
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of states, and of those at the mark."""
-        return sum(x.nbytes for x in (*self.now, *(self._marked or ())))
+        """Return the bytes of states, of those at the mark, and of what tentative passes note."""
+        noted = self._columns_of.values()
+        return sum(x.nbytes for x in (*self.now, *(self._marked or ()), *noted))
 
     @property
     def now(self) -> tuple[Tensor, Tensor]:
@@ -254,6 +255,11 @@ class KeptStates(States):
         super().__init__(*sizes)
         self._matrices_of: dict[int, Tensor] = {}  # (L, B, T, H, K, V)
 
+    @property
+    @override
+    def num_bytes(self) -> int:
+        return super().num_bytes + sum(x.nbytes for x in self._matrices_of.values())
+
     @override
     def note(
         self, place: int, rule: Rule, inputs: RuleInputs, before_RHKV: Tensor, computed: Computed
@@ -287,6 +293,12 @@ class ReplayedStates(States):
     def __init__(self, *sizes: Any):
         super().__init__(*sizes)
         self._inputs_of: dict[int, list[RuleInputs]] = {}  # of all rows, by layer
+
+    @property
+    @override
+    def num_bytes(self) -> int:
+        layers = (inputs for layers in self._inputs_of.values() for inputs in layers)
+        return super().num_bytes + sum(x.nbytes for inputs in layers for x in inputs)
 
     @override
     def note(

@@ -100,6 +100,16 @@ def test_every_policy_writes_the_same_tokens(policy, family, rollback, folders):
     assert audit(batch.decoder, expected, fast.tokens).passed is True
 
 
+@pytest.mark.parametrize("policy", POLICIES_OVER_STATES)
+def test_a_budget_of_everything_accepts_everything(policy, folders):
+    """Each draft step goes on with the states behind the last one, and not with the target's."""
+    target, keys = target_of(folders("qwen3.5")), KEYS | {"budget": 200}
+    batch = open_batch(target, prompts(), draft_name="self", policy=policy, gamma=3, **keys)
+    fast = batch.decoder.generate(batch.draft)
+    assert fast.tokens == expected_of(folders("qwen3.5"))
+    assert (accepted(fast) == 3).all()
+
+
 @pytest.mark.parametrize(
     ("family", "rollback", "gamma"),
     [
