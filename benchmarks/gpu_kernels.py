@@ -299,7 +299,7 @@ def matmul(layer: Layer, bits: int) -> Case:
             "_weight_int4pack_mm": partial(_tinygemm, x, outputs),
             "torchao": partial(_torchao, x, exact),
         }
-    moved = outputs * inputs * (bits / 8 + layer.dtype.itemsize / quantize.GROUP_SIZE)
+    moved = outputs * inputs * (bits / 8 + layer.dtype.itemsize / quantize.CODE_GROUP)
     return Case(
         {"triton": lambda: ours(x)}, lambda: F.linear(x.float(), ours.weight.float()), moved, rivals
     )
@@ -307,7 +307,7 @@ def matmul(layer: Layer, bits: int) -> Case:
 
 def _tinygemm(x: Tensor, outputs: int) -> Call:
     """Return PyTorch's own matmul by random codes."""
-    group, packed = quantize.GROUP_SIZE, torch.ops.aten._convert_weight_to_int4pack
+    group, packed = quantize.CODE_GROUP, torch.ops.aten._convert_weight_to_int4pack
     codes = torch.randint(0, 256, (outputs, x.shape[1] // 2), dtype=torch.uint8, device=x.device)
     scales = torch.rand(x.shape[1] // group, outputs, 2, dtype=x.dtype, device=x.device)
     weights = packed(codes, 8)
@@ -324,7 +324,7 @@ def _torchao(x: Tensor, weight: Tensor) -> Call:
     )
     layer.requires_grad_(False).weight.copy_(weight)
     quantize_(
-        layer, Int4WeightOnlyConfig(quantize.GROUP_SIZE, int4_packing_format="tile_packed_to_4d")
+        layer, Int4WeightOnlyConfig(quantize.CODE_GROUP, int4_packing_format="tile_packed_to_4d")
     )
     return lambda: layer(x)
 

@@ -22,7 +22,7 @@ AttentionPlan = TypeVar("AttentionPlan")
 # Tokens that are scored at a time: the most that the C++ kernel takes. More take several times as
 # long on a CPU.
 MAX_SCORED = 32
-SCORES_AT_ONCE = 1 << 26
+SCORES_AT_ONCE = 1 << 26  # that are written out, in fp32
 
 
 @dataclass(frozen=True)
@@ -126,8 +126,8 @@ class Attention(ABC, Generic[AttentionPlan]):
         ones included; with `window`, a token sees only the last `window` tokens, itself included.
 
         Slots are in the order of their tokens, unless `positions_BKS` (int32) has the position of
-        each for a window. A new token's position is its slot. It needs a window, and cannot be
-        combined with selected slots.
+        each for a window. A new token's position is its slot. `positions_BKS` needs a window, and
+        cannot be combined with selected slots.
         """
 
     @abstractmethod
@@ -212,7 +212,8 @@ class Attention(ABC, Generic[AttentionPlan]):
         of each feature.
 
         (B, K, P) in fp32: the softmax over the bounds of the pages from `first_B` up to `last_B`
-        (int64), summed over the query heads of a KV head and over tokens; 0 for other pages.
+        (int32 or int64), summed over the query heads of a KV head and over tokens; 0 for other
+        pages.
         """
         q_BKJTD = q_BTHD.unflatten(2, (least_BKPD.shape[1], -1)).permute(0, 2, 3, 1, 4)
         q_BKQD = q_BKJTD.flatten(2, 3)
@@ -227,8 +228,8 @@ class Attention(ABC, Generic[AttentionPlan]):
         """Return the slots (..., N) of the `count` largest scores (..., S) from `first` up to
         `last`, in any order.
 
-        Scores are in fp32 and not negative. `first` and `last` (int64) are broadcast to their
-        leading dimensions. Where there are fewer than N = min(count, S), the rest is -1.
+        Scores are in fp32 and not negative. `first` and `last` (int32 or int64) are broadcast to
+        their leading dimensions. Where there are fewer than N = min(count, S), the rest is -1.
         """
         return select_largest(scores, first, last, count)
 

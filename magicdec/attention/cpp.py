@@ -87,7 +87,7 @@ class CppAttention(KernelAttention):
     """The fastest on a CPU. The first run builds it."""
 
     takes_weighting = True
-    # Arithmetic decides beyond, and another kernel is better at that.
+    # Beyond that, arithmetic is the limit, and prefill.cpp is faster.
     max_new_tokens: ClassVar[int] = 32
 
     def __init__(self) -> None:
@@ -153,7 +153,7 @@ class CppAttention(KernelAttention):
         """Write the weights, too: R numbers a slot, next to its 2 x D. Sum them once all splits of
         a head are done.
         """
-        scores_BKS = torch.empty(k_BKSD.shape[:3])
+        scores_BKS = torch.empty(k_BKSD.shape[:3], dtype=torch.float32)
         out_BTHD = self._call(
             "attend", q_BTHD, k_BKSD, v_BKSD, plan, counted=counted_BT, scores=scores_BKS
         )
@@ -169,7 +169,7 @@ class CppAttention(KernelAttention):
         last_B: Tensor,
     ) -> Tensor:
         (B, T, H, D), (K, P) = q_BTHD.shape, least_BKPD.shape[1:3]
-        shares_BKP = torch.empty(B, K, P)
+        shares_BKP = torch.empty(B, K, P, dtype=torch.float32)
         q = with_dense_entries(q_BTHD)
         tensors = [q, least_BKPD.contiguous(), largest_BKPD.contiguous(), shares_BKP]
         tensors += [x.long().contiguous() for x in (first_B, last_B)]
@@ -210,6 +210,7 @@ class CppAttention(KernelAttention):
         coded: Coded | None = None,
     ) -> Tensor:
         (B, T, H, D), (K, S) = q_BTHD.shape, k_BKSD.shape[1:3]
+        assert k_BKSD.dtype == v_BKSD.dtype == q_BTHD.dtype  # the kernel has their addresses only
         out_BTHD = torch.empty((B, T, H, D), dtype=q_BTHD.dtype)
         tensors = (
             q_BTHD,

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import override
 
-from magicdec.attention.base import Attention, Shape, Weighting
+from magicdec.attention.base import SCORES_AT_ONCE, Attention, Shape, Weighting
 from magicdec.config.choices import Backend
 from magicdec.config.registry import BACKENDS
 
@@ -24,7 +24,6 @@ from magicdec.config.registry import BACKENDS
 MAX_FOLDED_TOKENS = 64
 # Of the mask's rows in elements: the fused kernels of CUDA would copy it in front of every layer.
 ALIGNMENT = 8
-SCORES_AT_ONCE = 1 << 26  # that attention with a weighting of its own writes out, in fp32
 
 
 @dataclass(frozen=True)
@@ -228,8 +227,8 @@ def _own_slots(seqlens_B: Tensor, num_new: int) -> Tensor:
 
 
 def _hidden(slot: Tensor, query: Tensor, window: int | None, position: Tensor) -> Tensor:
-    """Return whether the token in slot `own` may not see `slot`, whose token is at `position` (all
-    broadcast).
+    """Return whether the token in slot `query` may not see `slot`, whose token is at `position`
+    (all broadcast).
     """
     hidden = slot > query
     return hidden if window is None else hidden | (position <= query - window)

@@ -57,7 +57,9 @@ class H2OCache(ScoredCache):
     def set_up(self) -> None:
         super().set_up()
         self.observes = self.spec.max_len  # the whole context
-        self.scores_LBKC = torch.zeros(self.k_LBKSD.shape[:4], device=self.k_LBKSD.device)
+        self.scores_LBKC = torch.zeros(
+            self.k_LBKSD.shape[:4], dtype=torch.float32, device=self.k_LBKSD.device
+        )
         self.step_scores_GLBKC = self.scores_LBKC.new_zeros(
             self.spec.gamma, *self.scores_LBKC.shape
         )
@@ -103,7 +105,11 @@ class H2OCache(ScoredCache):
 
     @override
     def take(self, source: KVCache, first_slot_B: Tensor, count_B: Tensor, width: int) -> None:
-        """Add the scores of committed tokens: step i has fed one if more than i are committed."""
+        """Add the scores of committed tokens: step i has fed one if more than i are committed.
+
+        Under `draft=hierarchical`, a step may feed several tokens and scores the last of them, so
+        that this is an approximation.
+        """
         step_G1 = torch.arange(self.spec.gamma, device=count_B.device)[:, None]
         counted_GB = (step_G1 < count_B).float()
         self.scores_LBKC += torch.einsum("glbkc,gb->lbkc", self.step_scores_GLBKC, counted_GB)

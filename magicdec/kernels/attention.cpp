@@ -9,7 +9,6 @@
 #include "vectors.h"
 
 #include <atomic>
-#include <limits>
 #include <thread>
 #include <type_traits>
 #include <vector>
@@ -22,9 +21,7 @@ namespace {
 
 constexpr int BLOCK = 32;    // slots whose scores are held at a time: two blocks of K and one of V fit into the L1 cache
 constexpr int MAX_TILE = LANES == 16 ? 6 : 3;  // query rows whose sums, with four vectors each, fill the registers
-constexpr int STEP = 8;      // head dims are multiples of it
 constexpr int SPLIT = 512;   // slots of a task
-constexpr float HIDDEN = -std::numeric_limits<float>::infinity();
 
 // Scores of R query rows and four slots. R x 4 sums stay in registers, which GCC manages only if the loops are unrolled.
 // Their vectors have eight numbers: the sum over a longer one takes as much time as its products save.
@@ -105,8 +102,6 @@ void add_values(float* out, int64_t dim, const X* p, const T* const* v, int64_t 
         for (int c = 0; c < C; ++c) store(out + r * dim + d + c * N, sums[r][c]);
     }
 }
-
-inline int64_t whole_vectors(int64_t size) { return (size + LANES - 1) / LANES * LANES; }
 
 // The results that a split leaves for the merge: (R) maxima, in whole vectors, (R, D) sums of p V and (R) sums of p. Where
 // scores are asked for, also what they are made of: of each of its blocks (R, BLOCK) weights p, and the (R) maxima that
@@ -248,7 +243,8 @@ class Kernel : public Attending {
     static int64_t lines(int64_t entries) { return (entries * int64_t(sizeof(T)) + 63) / 64; }
     static Stream stream(const T* from, int64_t lines) { return {reinterpret_cast<const char*>(from), lines}; }
 
-    // The same of slots that are read as codes. Both ends are those of tiles.
+    // The same of slots that are read as codes. `start` is that of a tile. `end` may lie within one where a row rests:
+    // `weigh` gives what is behind it no weight.
     void attend_coded(int64_t b, int64_t head, int64_t start, int64_t end, Partial to, const X* q, float* decay) const {
         if constexpr (std::is_same_v<X, float>) {
             Coded codes(c, b * c.kv_heads + head, query_rows, decay + whole_vectors(query_rows));

@@ -1,10 +1,9 @@
 // The operators between a layer's matmuls and its attention, each in one pass over its input; and a forward pass of few
 // rows through all layers. Called from models/operators.py and models/passes.py.
-// Sums and norms are computed in fp32; in bf16 each operator's result is rounded, as PyTorch does.
+// Sums and norms are computed in fp32; in bf16 each operator's result is rounded, as PyTorch does; a SiLU and its product
+// are one operator.
 
 #include "matmul.h"
-
-#include <omp.h>
 
 #include <deque>
 

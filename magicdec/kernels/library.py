@@ -33,7 +33,10 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 # The memory of larger tensors, as of a KV cache, is returned. Older glibc takes 32 MiB at most.
 LARGEST_KEPT = (64 << 20, 32 << 20)
 MOST_KEPT = 256 << 20
-NEEDS_COMPILER, CANNOT_LOAD = "needs a C++ compiler", "cannot load its kernels"
+NEEDS_COMPILER, CANNOT_LOAD = (
+    "needs a C++ compiler (g++ 12 or newer, or clang++)",
+    "cannot load its kernels",
+)
 OBSTACLES = (NEEDS_COMPILER, CANNOT_LOAD)  # how they begin
 
 
@@ -148,7 +151,7 @@ def _obstacle(library: Path, command: str | None) -> str | None:
     same time.
     """
     if command is None:
-        return f"{NEEDS_COMPILER}, and neither g++ nor clang++ is installed (CXX names another)"
+        return f"{NEEDS_COMPILER}, and neither is installed (CXX names another)"
     to_stderr(f"attention=cpp: compiling its kernels with {command}, once")
     try:
         library.parent.mkdir(parents=True, exist_ok=True)

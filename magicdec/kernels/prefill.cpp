@@ -8,7 +8,6 @@
 #include "vectors.h"
 
 #include <atomic>
-#include <limits>
 #include <type_traits>
 
 #include "call.h"
@@ -19,7 +18,6 @@ constexpr int Q = LANES / 4;            // vectors of query rows in a tile: 4 wi
 // Numbers that a tile broadcasts. 6 x 2 sums fill 16 registers; 6 x 4 would fit the 32 of AVX-512, but is a little slower.
 constexpr int I = LANES == 16 ? 4 : 6, REST = 4;  // 64 = 10 x 6 + 4: what is left over is a tile of its own
 constexpr int64_t ROWS = 64, SLOTS = 64;  // of a task, and of a block
-constexpr float HIDDEN = -std::numeric_limits<float>::infinity();
 
 template <typename X>
 constexpr int TOGETHER = NUMBERS<Factors<X>> / LANES;  // numbers in a lane: 1, or 2 in bf16

@@ -205,6 +205,7 @@ def sum_scores(
         # A row that sees nothing has no sum.
         weights = tl.where(seen, tl.exp2(scores - total), 0.0)
         if counted is not None:
-            weights *= tl.load(counted + head // K * T + r % T)
+            counts = tl.load(counted + head // K * T + r % T)
+            weights = tl.where(counts != 0, weights, 0.0)
         sums += weights
     tl.store(out + head * S + slot, sums, mask=slot < S)

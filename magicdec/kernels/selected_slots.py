@@ -40,7 +40,7 @@ def weigh_places(  # noqa: PLR0915
     least,  # (B, K, P, D), likewise the least value of each feature; None: these are keys
     first,  # (B,): the first slot that is weighed; None: 0
     end,  # (B,): behind the last slot: of keys, which are causal, behind the last new token
-    raw,  # (B x K, R, P): products in powers of two, of the places that a query row sees
+    raw,  # (B x K, R, P): products in powers of two; -inf where a query row does not see a place
     lse,  # (B x K, splits, R), fp32
     T,
     P,

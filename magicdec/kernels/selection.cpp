@@ -3,14 +3,8 @@
 
 #include "vectors.h"
 
-#include <limits>
 
 namespace {
-
-constexpr int STEP = 8;  // head dims are multiples of it
-constexpr float HIDDEN = -std::numeric_limits<float>::infinity();
-
-inline int64_t whole_vectors(int64_t size) { return (size + LANES - 1) / LANES * LANES; }
 
 // How many of some numbers are at least `least`.
 int64_t count_from(const int32_t* numbers, int64_t size, int32_t least) {

@@ -27,6 +27,7 @@ NUMBERS = 128  # random numbers of a program
 # First bits of fp32 in which logits may differ; others: 32.
 SIGNIFICANT = {torch.bfloat16: 16, torch.float16: 20}
 LEAST = tl.constexpr(-(1 << 31))
+OF_MINUS_INFINITY = tl.constexpr(-0x7F800001)
 SLACK = tl.constexpr(2.0**-16)  # of a row's mass: more than sums are rounded by
 
 
@@ -75,14 +76,11 @@ def truncated(
 
 @triton.jit
 def number(ordered):
-    """Return fp32 numbers by integers that are in their order, and need not be positive."""
+    """Return fp32 numbers by integers that are in their order, and need not be positive: -inf for
+    those below its own.
+    """
+    ordered = tl.maximum(ordered, OF_MINUS_INFINITY)
     return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def least_of(ordered):
-    """Return the number, or -inf for the least integer."""
-    return tl.where(ordered == LEAST, float("-inf"), number(ordered))
 
 
 @triton.jit
@@ -122,7 +120,7 @@ def kth_largest(x, k):
     for bit in tl.static_range(16):
         higher = threshold + (tl.full((), 1, tl.int32) << (31 - bit))
         threshold = tl.where(tl.sum((x >= number(higher)).to(tl.int32), 0) >= k, higher, threshold)
-    return least_of(threshold)
+    return number(threshold)
 
 
 @triton.jit
@@ -259,14 +257,14 @@ def find_cut(
     k = kept_by_count(top_k, row, V)
     if k < V:
         least = last_threshold(out, counts_P, length, most, scale, k, False, PARTS, WIDTH, BITS)
-        lowest = least_of(least)
+        lowest = number(least)
         totals = tl.zeros((PARTS, WIDTH), tl.float32)
         for start in range(0, tl.max(counts_P, 0), WIDTH):
             x = copied(out, counts_P, start, length, PARTS, WIDTH)
             totals += tl.where(x >= lowest, weight(x, most, scale), 0.0)
         mass = tl.sum(totals)
     else:
-        lowest = least_of(least)
+        lowest = number(least)
         mass = tl.sum(tl.load(masses + places) * weight(peaks_P, most, scale), 0)
 
     beyond, last = lowest, V
@@ -276,8 +274,8 @@ def find_cut(
         wanted = tl.where(part < 1.0, part * mass, float("inf"))
         floor = last_threshold(out, counts_P, length, most, scale, wanted, True, PARTS, WIDTH, BITS)
         floor = tl.maximum(least, floor)
-        lowest = least_of(floor)
-        beyond = tl.where(floor == LEAST, float("-inf"), number(floor + UNIT))
+        lowest = number(floor)
+        beyond = number(floor + UNIT)
         totals = tl.zeros((PARTS, WIDTH), tl.float32)
         ties = tl.zeros((PARTS, WIDTH), tl.int32)
         for start in range(0, tl.max(counts_P, 0), WIDTH):

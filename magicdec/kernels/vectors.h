@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <type_traits>
 #include <vector>
 
@@ -37,6 +38,11 @@ struct float16 {
 #endif
 
 namespace {
+
+constexpr int STEP = 8;  // head dims are multiples of it
+constexpr float HIDDEN = -std::numeric_limits<float>::infinity();  // the score of a slot that is not seen
+
+inline int64_t whole_vectors(int64_t size) { return (size + LANES - 1) / LANES * LANES; }
 
 typedef float Vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t IntVec __attribute__((vector_size(4 * LANES)));

@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-GROUP_SIZE = 32
+from magicdec.config.choices import CODE_GROUP
+
 PROGRAMS = 132  # to fill the larger GPUs
 FEW_ROWS = 32  # of which a warp takes all, so that it alone decodes its weights
 INTERPRETED = triton.knobs.runtime.interpret
@@ -68,8 +69,8 @@ def launch(x: Tensor, codes: Tensor, scales: Tensor, bits: int) -> Tensor:
         N,
         F,
         BITS=bits,
-        GROUP=GROUP_SIZE,
-        EVEN=F % (2 * GROUP_SIZE) == 0,
+        GROUP=CODE_GROUP,
+        EVEN=F % (2 * CODE_GROUP) == 0,
         ROWS=max(16, triton.next_power_of_2(M)),
         BLOCK_N=block_n,
         PLAIN=INTERPRETED or x.dtype == torch.float32,

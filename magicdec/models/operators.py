@@ -21,6 +21,8 @@ from magicdec.kernels import library
 from magicdec.models.kv_cache import Place
 from magicdec.models.rope import rotate
 
+# Of activations and of matrices, for which there are kernels.
+TYPES = (("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "bfloat16"))
 Norms = tuple[nn.RMSNorm, nn.RMSNorm] | None  # of queries and of keys
 
 
@@ -97,7 +99,7 @@ class CppOperators(Operators):
         p, n = ctypes.c_void_p, ctypes.c_int64
         self._linear, self._rotate = {}, {}
         self._add_norm, self._gate = {}, {}
-        for x, w in (("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "bfloat16")):
+        for x, w in TYPES:
             self._linear[getattr(torch, x), getattr(torch, w)] = function = kernels[
                 f"linear_{x}_{w}"
             ]
@@ -116,7 +118,8 @@ class CppOperators(Operators):
         rows = x.numel() // x.shape[-1]
         if rows > self.max_rows:
             return matmul_of_many(x, weight.to(x.dtype), bias)
-        x, out = x.contiguous(), x.new_empty(*x.shape[:-1], weight.shape[0])
+        x, weight = x.contiguous(), weight.contiguous()
+        out = x.new_empty(*x.shape[:-1], weight.shape[0])
         call = self._linear[x.dtype, weight.dtype]
         call(at(x), at(weight), at(bias), at(out), rows, *weight.shape, torch.get_num_threads())
         return out
@@ -147,7 +150,9 @@ class CppOperators(Operators):
         q_norm, k_norm = (None, None) if norms is None else (norm.weight for norm in norms)
         k, v = (None, None) if place is None else (place.k_BKSD, place.v_BKSD)
         slots = None if place is None else place.slots_BT.contiguous()
-        pointers = map(at, (qkv, cos.contiguous(), sin.contiguous(), q_norm, k_norm, k, v, slots))
+        # By names, because the kernel has their addresses only.
+        cos, sin = cos.contiguous(), sin.contiguous()
+        pointers = map(at, (qkv, cos, sin, q_norm, k_norm, k, v, slots))
         strides = [
             stride for x in (k, v) for stride in ((0, 0, 0) if x is None else x.stride()[:3])
         ]
@@ -176,6 +181,7 @@ class CppOperators(Operators):
 
 
 PYTORCH = Operators()
+WIDENED = 4096  # rows of a weight that are converted at a time
 
 
 @cache
@@ -199,8 +205,12 @@ def matmul_of_many(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
     float32 with all conversions.
     """
     if x.dtype == torch.bfloat16 and not multiplies_bfloat16():
-        wide = matmul_of_many(x.float(), weight.float(), None if bias is None else bias.float())
-        return wide.bfloat16()
+        wide, outs = x.float(), []
+        for start in range(0, len(weight), WIDENED):
+            rows = slice(start, start + WIDENED)
+            own = None if bias is None else bias[rows].float()
+            outs.append(matmul_of_many(wide, weight[rows].float(), own).bfloat16())
+        return torch.cat(outs, dim=-1)
     if x.dtype != torch.float32 or not torch.backends.mkldnn.is_available():
         return F.linear(x, weight, bias)
     out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")

@@ -19,10 +19,10 @@ from magicdec.attention.cpp import CodesCall, CppAttention, codes_call, reads
 from magicdec.kernels import library
 from magicdec.models.computed_rows import active_rows, among
 from magicdec.models.kv_cache import KVCache
-from magicdec.models.operators import CppOperators, Rotation, at, epsilon, is_plain
+from magicdec.models.operators import TYPES, CppOperators, Rotation, at, epsilon, is_plain
 from magicdec.models.taps import Taps
 
-MATRICES = ("qkv", "output", "gate_up", "down")
+MATRICES = ("qkv", "output", "gate_up", "down")  # of a layer
 WEIGHTS = (
     "attention_norm.weight qkv.weight qkv.bias q_norm.weight k_norm.weight "
     "output.weight output.bias mlp_norm.weight gate_up.weight down.weight"
@@ -105,6 +105,8 @@ def run(
     """
     B, T, E = x_BTE.shape
     if not isinstance(attention, CppAttention) or attention.max_new_tokens < T:
+        return None
+    if not attention.weighting.is_plain:
         return None
     if CppOperators.max_rows < B * T or cache.k_LBKSD.dtype != x_BTE.dtype:
         return None
@@ -222,10 +224,9 @@ def _layers_at(x_LBKSD: Tensor) -> range:
 @once
 def _calls() -> dict[tuple[torch.dtype, torch.dtype | None], Any]:
     """Return the kernels, by the types of activations and of matrices."""
-    names = (("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "bfloat16"))
     kernels = library.load()
     functions = {}
-    for x, w in names:
+    for x, w in TYPES:
         types = getattr(torch, x), getattr(torch, w)
         functions[types] = kernels[f"forward_{x}_{w}"]
     return functions

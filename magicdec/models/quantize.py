@@ -13,14 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
-from magicdec.config.choices import CODE_ROWS
+from magicdec.config.choices import CODE_GROUP, CODE_ROWS
 from magicdec.errors import UserError
 from magicdec.kernels.toolchain import triton_obstacle
+from magicdec.models.passes import MATRICES
 from magicdec.models.transformer import Transformer
 
 BITS = {"int8": torch.int8, "int4": torch.int4}  # type: ignore[attr-defined]
-GROUP_SIZE = 32  # weights that share a scale; divides the layers of every supported model
-MATRICES = ("qkv", "output", "gate_up", "down")  # of a layer
 
 
 def check(quantization: str, device: torch.device) -> None:
@@ -85,7 +84,7 @@ def rounded(linear: nn.Linear, quantization: str) -> nn.Linear:
 
     quantize_(
         linear,
-        IntxWeightOnlyConfig(weight_dtype=BITS[quantization], granularity=PerGroup(GROUP_SIZE)),
+        IntxWeightOnlyConfig(weight_dtype=BITS[quantization], granularity=PerGroup(CODE_GROUP)),
     )
     return linear
 
@@ -110,8 +109,8 @@ class CodedLinear(nn.Module):
         weight: Any = linear.weight
         codes, scales = weight.qdata, weight.scale
         if bits == 4:
-            padded = F.pad(codes, (0, -codes.shape[1] % (2 * GROUP_SIZE)))
-            low, high = (padded + 8).view(torch.uint8).unflatten(1, (-1, 2, GROUP_SIZE)).unbind(2)
+            padded = F.pad(codes, (0, -codes.shape[1] % (2 * CODE_GROUP)))
+            low, high = (padded + 8).view(torch.uint8).unflatten(1, (-1, 2, CODE_GROUP)).unbind(2)
             codes = (low | high << 4).flatten(1)
         self.codes = nn.Parameter(codes.contiguous(), requires_grad=False)
         self.scales = nn.Parameter(scales.contiguous(), requires_grad=False)
@@ -130,10 +129,10 @@ class CodedLinear(nn.Module):
         """The weights, decoded."""
         codes: Tensor = self.codes
         if self.bits == 4:
-            of_groups = codes.unflatten(1, (-1, GROUP_SIZE))
+            of_groups = codes.unflatten(1, (-1, CODE_GROUP))
             both = torch.stack((of_groups & 15, of_groups >> 4), dim=2).view(torch.int8) - 8
-            codes = both.flatten(1)[:, : self.scales.shape[1] * GROUP_SIZE]
-        of_groups = codes.to(self.scales.dtype).unflatten(1, (-1, GROUP_SIZE))
+            codes = both.flatten(1)[:, : self.scales.shape[1] * CODE_GROUP]
+        of_groups = codes.to(self.scales.dtype).unflatten(1, (-1, CODE_GROUP))
         return (of_groups * self.scales[..., None]).flatten(1)
 
 
@@ -152,9 +151,9 @@ class PackedLinear(nn.Module):
         weight, (rows, columns) = linear.weight, linear.weight.shape
         if weight.is_meta:
             codes = weight.new_empty(rows, columns // 2, dtype=torch.uint8)
-            scales = weight.new_empty(columns // GROUP_SIZE, rows, 2, dtype=torch.bfloat16)
+            scales = weight.new_empty(columns // CODE_GROUP, rows, 2, dtype=torch.bfloat16)
         else:
-            packed = Int4OpaqueTensor.from_hp(weight.bfloat16(), [1, GROUP_SIZE])
+            packed = Int4OpaqueTensor.from_hp(weight.bfloat16(), [1, CODE_GROUP])
             codes, scales = packed.qdata, packed.scale_and_zero
         self.codes = nn.Parameter(codes, requires_grad=False)
         self.scales = nn.Parameter(scales, requires_grad=False)
@@ -164,6 +163,6 @@ class PackedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return x (..., columns) times the weights, in x's own type."""
         flat = x.flatten(0, -2).bfloat16()
-        y = torch.ops.aten._weight_int4pack_mm_for_cpu(flat, self.codes, GROUP_SIZE, self.scales)
+        y = torch.ops.aten._weight_int4pack_mm_for_cpu(flat, self.codes, CODE_GROUP, self.scales)
         y = y.to(x.dtype).unflatten(0, x.shape[:-1])
         return y if self.bias is None else y + self.bias

@@ -24,13 +24,13 @@ def test_it_is_built_once_and_what_is_in_the_way_is_one_line(tmp_path, monkeypat
     monkeypatch.setattr(library, "SOURCES", [source])
     source.write_text("int main( {")
     for _ in range(2):
-        assert library.obstacle().startswith("needs a C++ compiler, and ")
+        assert library.obstacle().startswith(f"{library.NEEDS_COMPILER}, and ")
     assert " failed: " in library.obstacle()
     assert "error" in library.obstacle()
     assert capsys.readouterr().err.count("compiling") == 1  # it is tried once
     assert list(built.parent.iterdir()) == []
     with pytest.raises(
-        UserError, match=r"^attention=cpp needs a C\+\+ compiler, .*; use attention=sdpa$"
+        UserError, match=r"^attention=cpp needs a C\+\+ compiler .*; use attention=sdpa$"
     ):
         library.load.__wrapped__()
     source.write_text("int fine;")
@@ -42,7 +42,8 @@ def test_it_is_built_once_and_what_is_in_the_way_is_one_line(tmp_path, monkeypat
     built.unlink()
     assert (
         library.obstacle()
-        == "needs a C++ compiler, and neither g++ nor clang++ is installed (CXX names another)"
+        == "needs a C++ compiler (g++ 12 or newer, or clang++), and neither is installed (CXX names"
+        " another)"
     )
 
 
@@ -66,11 +67,11 @@ def test_a_compiler_that_fails_and_a_folder_that_cannot_be_made_are_obstacles(
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setattr(library, "path", lambda: tmp_path / "cache" / "kernels.so")
-    assert library.obstacle() == f"needs a C++ compiler, and {compiler} failed: exit code 1"
+    assert library.obstacle() == f"{library.NEEDS_COMPILER}, and {compiler} failed: exit code 1"
     (tmp_path / "file").touch()
     monkeypatch.setattr(library, "path", lambda: tmp_path / "file" / "kernels.so")
     reason = library.obstacle()
-    assert reason.startswith("needs a C++ compiler and a folder for the library: ")
+    assert reason.startswith(f"{library.NEEDS_COMPILER} and a folder for the library: ")
     assert reason.endswith("; XDG_CACHE_HOME names another")
 
 

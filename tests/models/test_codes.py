@@ -33,7 +33,7 @@ def test_compiled(name, rows, outputs, capabilities):
             code_matmul.launch(x, layer.codes, layer.scales, layer.bits)
     assert [launch.name for launch in seen.launches] == ["multiply_codes"]
     held = sum(parameter.nbytes for parameter in layer.parameters())
-    assert held == 4096 * outputs * (int(name[3:]) / 8 + 2 / quantize.GROUP_SIZE)
+    assert held == 4096 * outputs * (int(name[3:]) / 8 + 2 / quantize.CODE_GROUP)
     for capability in capabilities:
         made = compiled(seen.launches[0], capability)
         assert made.spilled == 0

@@ -58,6 +58,7 @@ def test_many_rows_in_bf16_are_multiplied_in_fp32_where_the_processor_has_no_bf1
     bias = random(70, dtype=torch.bfloat16)
     right = (x.double() @ weight.double().T + bias.double()).bfloat16()
     monkeypatch.setattr("magicdec.models.operators.multiplies_bfloat16", lambda: False)
+    monkeypatch.setattr("magicdec.models.operators.WIDENED", 32)
     multiplied, linear = [], torch.ops.mkldnn._linear_pointwise
     monkeypatch.setattr(
         torch.ops.mkldnn,
@@ -65,7 +66,7 @@ def test_many_rows_in_bf16_are_multiplied_in_fp32_where_the_processor_has_no_bf1
         lambda *given: multiplied.append(given[0].dtype) or linear(*given),
     )
     assert_close(ops.matmul(x, weight, bias), right, torch.bfloat16)
-    assert multiplied == [torch.float32]
+    assert multiplied == [torch.float32] * 3, "32 rows of the weight at a time, and a rest"
 
 
 @pytest.mark.parametrize("dtypes", DTYPES)

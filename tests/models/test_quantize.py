@@ -32,7 +32,7 @@ def test_no_weight_moves_by_more_than_a_step_of_its_group(target, pair):
         for part in quantize.MATRICES:
             weight = getattr(exact, part).weight
             moved = (getattr(layer, part)(torch.eye(weight.shape[1])).T - weight).abs()
-            groups, moved = (x.unflatten(1, (-1, quantize.GROUP_SIZE)) for x in (weight, moved))
+            groups, moved = (x.unflatten(1, (-1, quantize.CODE_GROUP)) for x in (weight, moved))
             step = 2 * groups.abs().amax(-1) / (steps - 1)
             assert (moved.amax(-1) <= step * 1.001 + rounding * groups.abs().amax(-1)).all()
             assert moved.max() > 0
@@ -70,7 +70,7 @@ def test_four_bits_take_half_a_byte_and_scales(target):
     )
     parts = [getattr(layer, part) for layer in model.layers for part in quantize.MATRICES]
     held = sum(parameter.nbytes for part in parts for parameter in part.parameters())
-    assert held == exact // 2 + exact // quantize.GROUP_SIZE * 4
+    assert held == exact // 2 + exact // quantize.CODE_GROUP * 4
 
 
 def test_the_rest_is_shared_and_the_target_stays(target, pair):

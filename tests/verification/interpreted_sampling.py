@@ -33,6 +33,17 @@ def test_against_the_sorted_definition(monkeypatch, vocab, rows, setting, dtype)
     check(truncated, vocab, [SETTINGS[setting]], rows, dtype=dtype)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kth", [-2.4e38, torch.finfo(torch.bfloat16).min, -torch.inf])
+def test_the_kth_logit_may_be_the_least_number(kth, dtype):
+    """As of a model that masks tokens so. All that are as likely as the k-th are kept."""
+    logits = torch.tensor([[0.0, kth, kth, 1.0, -torch.inf, kth]], dtype=dtype)
+    for top_k in (2, 3, 5):
+        given = Sampling(1e4, top_k=top_k)
+        kept = triton_sampling.truncated(logits, given.temperature, given.top_k, None)
+        torch.testing.assert_close(kept, probabilities(logits, given))
+
+
 @pytest.mark.parametrize("setting", [Sampling(1.0, top_k=4), Sampling(1.0, top_p=0.9)])
 def test_few_logits_are_copied(monkeypatch, setting):
     """A peaked row is read in parts: a few of each part for top-k, and those that are not too

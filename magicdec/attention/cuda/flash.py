@@ -17,13 +17,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from magicdec.attention.cuda.triton_fallback import LibraryAttention, flash_obstacle
+from magicdec.attention.cuda.triton_fallback import FEW_TOKENS, LibraryAttention, flash_obstacle
 from magicdec.attention.sdpa_fallback import KernelPlan
 from magicdec.config.choices import Backend
 from magicdec.config.registry import BACKENDS
-
-FEW_TOKENS = 32  # a verification; more are a prefill
-
 
 # The modules of each version, in the order in which they are looked for; newer wheels of version 3
 # have the first one.

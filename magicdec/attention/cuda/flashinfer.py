@@ -16,17 +16,13 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from magicdec.attention.cuda.triton_fallback import LibraryAttention
+from magicdec.attention.cuda.triton_fallback import FEW_TOKENS, LibraryAttention
 from magicdec.attention.sdpa_fallback import KernelPlan, dtype_obstacle
 from magicdec.config.choices import Backend
 from magicdec.config.registry import BACKENDS
 
 HEAD_DIMS = (64, 128, 256)
 PAGE = 16  # slots; splits of the work consist of whole pages
-# Query tokens of a verification. FlashAttention-3, which the library would choose for itself on
-# Hopper, neither packs the query heads of a KV head nor divides a row's entries: of use in a
-# prefill alone.
-FEW_TOKENS = 32
 WORKSPACE = 128 << 20  # bytes, as its documentation advises
 
 
@@ -37,6 +33,9 @@ def library() -> Any:
     return BatchPrefillWithPagedKVCacheWrapper
 
 
+Key = tuple[str, int | None]
+
+
 @BACKENDS.register(Backend("flashinfer", "cuda", captured=False))
 class FlashInferAttention(LibraryAttention):
     """FlashInfer over our cache."""
@@ -45,8 +44,9 @@ class FlashInferAttention(LibraryAttention):
         super().__init__()
         self._library = library()
         self._workspace: Tensor | None = None
-        self._wrappers: dict[str, Any] = {}  # by the library's own backend
-        self._planned: KernelPlan | None = None
+        # By the library's own backend and by window: layers of both kinds take turns in a pass.
+        self._wrappers: dict[Key, Any] = {}
+        self._planned: dict[Key, KernelPlan] = {}
 
     @classmethod
     @override
@@ -67,7 +67,7 @@ class FlashInferAttention(LibraryAttention):
             self._workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=q_BTHD.device)
         if q_BTHD.is_meta:  # a memory estimate: only the workspace and the output take memory
             return torch.empty_like(q_BTHD)
-        if plan is not self._planned:  # the first layer of a pass
+        if self._planned.get(_key(plan)) is not plan:  # the first layer of a pass
             self._prepare(q_BTHD, k_BKSD, plan)
         out = self._wrapper(plan).run(q_BTHD.flatten(0, 1), (paged(k_BKSD), paged(v_BKSD)))
         return out.view(q_BTHD.shape)
@@ -93,13 +93,19 @@ class FlashInferAttention(LibraryAttention):
             window_left=-1 if plan.window is None else plan.window - 1,
             q_data_type=q_BTHD.dtype,
         )
-        self._planned = plan
+        self._planned[_key(plan)] = plan
 
     def _wrapper(self, plan: KernelPlan) -> Any:
-        backend = "fa2" if plan.shape.num_new <= FEW_TOKENS else "auto"
-        if backend not in self._wrappers:
-            self._wrappers[backend] = self._library(self._workspace, "HND", backend=backend)
-        return self._wrappers[backend]
+        key = _key(plan)
+        if key not in self._wrappers:
+            self._wrappers[key] = self._library(self._workspace, "HND", backend=key[0])
+        return self._wrappers[key]
+
+
+def _key(plan: KernelPlan) -> Key:
+    # FlashAttention-3, which the library would choose for itself on Hopper, neither packs the query
+    # heads of a KV head nor divides a row's entries: of use in a prefill alone.
+    return "fa2" if plan.shape.num_new <= FEW_TOKENS else "auto", plan.window
 
 
 def paged(x_BKSD: Tensor) -> Tensor:

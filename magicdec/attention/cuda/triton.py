@@ -30,7 +30,7 @@ from magicdec.kernels.toolchain import triton_obstacle
 HEAD_DIMS = (64, 80, 96, 128)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_SCORED = 256  # tokens of each row
-THREE_PROGRAMS = 168  # registers of a thread, with which as many of 4 warps fit
+THREE_PROGRAMS = 168  # registers of a thread with which three programs of 4 warps fit
 MIN_TILE, MAX_TILE = 16, 128  # query rows of a program: what tensor cores take, what registers hold
 
 
@@ -194,18 +194,17 @@ class TritonAttention(KernelAttention):
         arguments["sinks"] = None if sinks_H is None else sinks_H.float() * LOG2_E
         arguments["softcap"] = None if softcap is None else softcap * LOG2_E
         for name, x in (("q", q_BTHD), ("k", k_BKSD), ("v", v_BKSD)):
-            second, third = ("token", "head") if name == "q" else ("head", "slot")
-            arguments |= zip(
-                (f"{name}_row", f"{name}_{second}", f"{name}_{third}"), x.stride(), strict=False
-            )
+            arguments |= grid.strides(name, x)
         reads = S if positions is not None else min(S, plan.reach + T)
         if variant.selected:
             reads = arguments["num_indices"]
         tiles = ceil_div(J * T, variant.tile)
         compiled = replace(variant, query_rows=min(2 * MAX_TILE, power_of_2(variant.query_rows)))
         constants, options = variant.constants(split=True), variant.options
+        # Triton compiles the kernel anew where one of these is missing.
+        key = (compiled, plan.window is None, sinks_H is None, softcap is None)
         at_once = grid.programs_at_once(
-            compiled, kernels().attend_split, arguments | constants, options, q_BTHD.dtype
+            key, kernels().attend_split, arguments | constants, options, q_BTHD.dtype
         )
         splits = grid.split_count(B * K * tiles, reads, variant.block, at_once)
         parts = grid.allocate(q_BTHD, K, splits)
@@ -219,14 +218,14 @@ class TritonAttention(KernelAttention):
 
 @dataclass(frozen=True)
 class Variant:
-    """The facts that attend_split is compiled for, and how its programs divide the work."""
+    """The facts by which the work of attend_split is divided, and how its programs divide it."""
 
     dtype: torch.dtype
     num_kv_heads: int
     group_size: int
     head_dim: int
     query_rows: int
-    is_single: bool  # new token
+    is_single: bool  # a single new token, for which Triton compiles it separately
     selected: bool
     scored: bool
     positioned: bool

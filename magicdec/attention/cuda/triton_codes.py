@@ -69,10 +69,7 @@ def attend(
         arguments[f"{name}_codes"] = codes.codes_LBKNC[layer]
         arguments[f"{name}_scales"] = codes.scales[layer]
     for name, x in (("q", q_BTHD), ("k", k_BKSD), ("v", v_BKSD)):
-        second, third = ("token", "head") if name == "q" else ("head", "slot")
-        arguments |= zip(
-            (f"{name}_row", f"{name}_{second}", f"{name}_{third}"), x.stride(), strict=False
-        )
+        arguments |= grid.strides(name, x)
     constants = {
         "K": K, "J": J, "D": D, "BITS": bits, "G": coded.k.group_size, "F": coded.v.group_size, "TILE": tile,  # noqa: E501
         "BLOCK": block(q_BTHD.dtype, tile, D, coded.k.group_size), "EXACT": EXACT, "SPLIT": True,

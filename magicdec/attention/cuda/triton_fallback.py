@@ -15,6 +15,7 @@ from magicdec.attention.cuda.triton import HEAD_DIMS, TritonAttention
 from magicdec.attention.sdpa_fallback import KernelAttention, KernelPlan, dtype_obstacle
 
 MAX_FLASH_HEAD_DIM = 256
+FEW_TOKENS = 32  # query tokens of a verification; more are a prefill
 
 
 class LibraryAttention(KernelAttention):

@@ -40,6 +40,15 @@ def power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+def strides(name: str, x: Tensor) -> dict[str, int]:
+    """Return the strides that a kernel is given of queries (B, T, H, D), named q, or of entries
+    (B, K, S, D).
+    """
+    second, third = ("token", "head") if name == "q" else ("head", "slot")
+    names = (f"{name}_row", f"{name}_{second}", f"{name}_{third}")
+    return dict(zip(names, x.stride(), strict=False))
+
+
 @dataclass(frozen=True)
 class Gpu:
     """The facts of a GPU that decide how many programs run at once."""

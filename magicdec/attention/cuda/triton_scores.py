@@ -146,5 +146,4 @@ def _products(given: Observation) -> dict[str, Any]:
         "scale": q.shape[-1] ** -0.5 * LOG2_E,
         "softcap": given.capped_at,
     }
-    arguments |= zip(("q_row", "q_token", "q_head"), q.stride(), strict=False)
-    return arguments | dict(zip(("k_row", "k_head", "k_slot"), k.stride(), strict=False))
+    return arguments | grid.strides("q", q) | grid.strides("k", k)

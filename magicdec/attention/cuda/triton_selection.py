@@ -89,8 +89,7 @@ def _weigh(
         "q": q_BTHD, "keys": keys_BKPD, "least": least_BKPD, "first": first_B, "end": end_B, "raw": raw,  # noqa: E501
         "T": T, "P": P, "reach": reach, "scale": D**-0.5 * LOG2_E,
     }  # fmt: skip
-    arguments |= zip(("q_row", "q_token", "q_head"), q_BTHD.stride(), strict=False)
-    arguments |= zip(("k_row", "k_head", "k_slot"), keys_BKPD.stride(), strict=False)
+    arguments |= grid.strides("q", q_BTHD) | grid.strides("k", keys_BKPD)
     constants = {
         "K": K, "J": J, "D": D, "PADDED_D": power_of_2(D), "TILE": max(16, power_of_2(J * T)), "BLOCK": BLOCK,  # noqa: E501
         "E": page_size, "UPCAST": kernels().INTERPRETED,

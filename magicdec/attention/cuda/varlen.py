@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from magicdec.attention.cuda.triton_fallback import LibraryAttention, flash_obstacle
+from magicdec.attention.cuda.triton_fallback import FEW_TOKENS, LibraryAttention, flash_obstacle
 from magicdec.attention.sdpa_fallback import KernelPlan
 from magicdec.config.choices import Backend
 from magicdec.config.registry import BACKENDS
 
-FEW_TOKENS = 32  # a verification, whose query heads Triton's kernel packs; more are a prefill
 NEEDED = {"seqused_k", "enable_gqa", "window_size"}  # parameters, which early versions lack
 
 

@@ -186,8 +186,9 @@ def attend(
         v = v.repeat_interleave(repeats, 2)
     layer = forward.cache.config.entry_place(module.layer_idx)
     forward.write(layer, k, v)
+    q = q.to(forward.cache.k_LBKSD.dtype)  # a module's norm or rotation may widen it
     out_BTHD = forward.attend(layer, q, Weighting(s_aux, softcap))
-    return out_BTHD[..., : value.shape[-1]], None
+    return out_BTHD[..., : value.shape[-1]].to(query.dtype), None
 
 
 def _wide(x: Tensor, width: int) -> Tensor:
