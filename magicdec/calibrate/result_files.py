@@ -127,12 +127,9 @@ def _of_run(folder: Path, given: Given) -> tuple[Source, list[Row], bool]:
         if model is not None
     }
     source = named or Source(
-        config["target"]["name"],
-        models,
-        config["hardware"],
-        str(run.get("device", "")),
-        run.get("weights/bytes"),
+        config["target"]["name"], models, config["hardware"], str(run.get("device", ""))
     )
+    source = source._replace(weight_bytes=run.get("weights/bytes"))
     is_outside = config.get("engine", {}).get("name", "native") != "native"
     if config["scenario"]["name"] == "profile" and is_outside:
         return source, outside_rows(source, history), True

@@ -14,7 +14,7 @@ from statistics import median
 
 from magicdec.calibrate.result_files import of_results
 from magicdec.calibrate.steps import Measured, measure_here
-from magicdec.config.folders import check_is_read
+from magicdec.config.folders import check_is_ours, check_is_read
 from magicdec.costmodel.calibration import (
     ON_CPUS,
     OWN,
@@ -76,10 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _calibrate(options: argparse.Namespace) -> None:
     parse(FileName, options.name, "--name")  # type: ignore[arg-type]
     path = OPTIONS / f"{options.name}.yaml"
-    if path.exists() and WRITTEN_BY not in path.read_text(encoding="utf-8"):
-        raise UserError(
-            f"--name {options.name}: {shown(path)} is there already; choose another name"
-        )
+    check_is_ours(path, WRITTEN_BY, f"--name {options.name}")
     check_is_read("hardware", options.name, path, f"--name {options.name}")
     files = [Path(text) for text in options.results if "=" not in text or Path(text).exists()]
     overrides = [*options.override, *(text for text in options.results if Path(text) not in files)]
@@ -144,7 +141,7 @@ def write(path: Path, measured: Measured) -> None:
 
 def _fit(measured: Measured, rows: Sequence[Row]) -> Calibration:
     priors = SERVED if measured.is_served else OWN
-    if measured.machine.device.num_sms is None:
+    if measured.machine.is_cpu:
         priors = ON_CPUS
     return calibrate(
         rows, measured.models.__getitem__, {measured.machine.name: measured.machine}, priors

@@ -35,3 +35,11 @@ def check_is_read(group: str, name: str, file: Path, key: str) -> None:
             f"{key}: {group}={name} is an option already ({first}), which is read first; choose"
             " another name"
         )
+
+
+def check_is_ours(path: Path, mark: str, key: str) -> None:
+    """Raise UserError where a file is there already that does not hold the mark of those that we
+    write.
+    """
+    if path.exists() and mark not in path.read_text(encoding="utf-8", errors="replace"):
+        raise UserError(f"{key}: {path} is there already; choose another name")

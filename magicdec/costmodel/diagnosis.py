@@ -200,7 +200,7 @@ def _judged(
             said += f" (at least {FEWEST} cells can tell it)"
         return UNKNOWN, f"{said}; {where}"
     if paying:
-        return PAYS, f"{where[0].upper()}{where[1:]}".replace("It pays", "pays", 1)
+        return PAYS, where.removeprefix("it ")
     needed = best.length / best.speedup
     said = f"a round yields {best.length:.2f} tokens and needs {needed:.2f} at {best.label}"
     return ACCEPTANCE, f"acceptance too low for this gamma and context: {said}; {where}"

@@ -185,7 +185,7 @@ def configured(
         return Hardware(name, device, count, efficiency, used, note, True, kernels)
     source = CPU if name == CPU and CPU in _calibrations() else _most_similar(device)
     calibration = _calibrations()[source]
-    achieved, note = _lent(calibration, source, device)
+    achieved, note = _adapted(calibration, source, device)
     used = stack_named(stack or calibration.stack)
     shares = None
     is_calibrated = source == device.name and used.name == calibration.stack
@@ -231,14 +231,14 @@ def _changed(
     )
 
 
-def _lent(calibration: "_Calibration", source: str, device: Device) -> tuple[Efficiency, str]:
-    """Return the achieved fractions that a calibrated device lends to another, or has itself, and
-    what they are in words.
+def _adapted(calibration: "_Calibration", source: str, device: Device) -> tuple[Efficiency, str]:
+    """Return the achieved fractions of a calibrated device, adapted to another one where they
+    differ, and what they are in words.
     """
     achieved = calibration.efficiency
     if source in (CPU, device.name):
         return achieved, f"calibrated on {calibration.machine}"
-    if device.num_sms is None:  # no tensor cores, whose tiles few rows leave half empty
+    if device.name == CPU:  # no tensor cores, whose tiles few rows leave half empty
         achieved = replace(achieved, matmul_half_rows=0.0)
     link = device.link
     if link.hop_us != DEVICES[source].link.hop_us:  # a link of another kind

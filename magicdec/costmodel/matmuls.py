@@ -24,8 +24,8 @@ class Shares:
     """The shares of one device, by rows and by elements of the weights."""
 
     def __init__(self, cells: Mapping[tuple[float, float], float], scale: float = 1.0):
-        """Take shares by (elements, rows). `scale` is the number of rows of the table's device that
-        stand to its ridge as one row does to the ridge of the device in question.
+        """Take shares by (elements, rows). `scale` converts rows: the ridge of the table's device
+        over that of the device in question.
         """
         self.scale = scale
         self.elements = sorted({elements for elements, _ in cells})

@@ -153,7 +153,9 @@ def _nothing(
     return f"scenario.latency_ms={latency_ms}: the fastest plan takes {fastest:.1f} ms per token"
 
 
-def experiment_yaml(best: Candidate, command: str, hardware: HardwareConfig) -> str:
+def experiment_yaml(
+    best: Candidate, command: str, hardware: HardwareConfig, generate_len: int
+) -> str:
     """Return a candidate as the text of a file in conf/experiment. `hardware` is the group that its
     machine is from.
     """
@@ -180,7 +182,11 @@ def experiment_yaml(best: Candidate, command: str, hardware: HardwareConfig) -> 
     figures = {key: value for key, value in asdict(hardware).items() if key in MACHINE}
     if changed := _changed(figures, values_of("hardware", options["hardware"])):
         values["hardware"] = changed
-    values["batch"] = {"size": setup.batch, "context_len": setup.context}
+    values["batch"] = {
+        "size": setup.batch,
+        "context_len": setup.context,
+        "generate_len": max(2, generate_len),  # the least that a run takes
+    }
     defaults = [{f"override /{group}": name} for group, name in options.items()]
     content = yaml.safe_dump({"defaults": defaults} | values, sort_keys=False)
     command = command.replace("\n", "\n# ")  # a word of it may have several lines

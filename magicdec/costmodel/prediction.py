@@ -16,7 +16,7 @@ from magicdec.costmodel.confidence import Confidence, case_of, confidence
 from magicdec.costmodel.growth import kv_share, remarks
 from magicdec.costmodel.memory_estimate import Memory, memory
 from magicdec.costmodel.roofline import arithmetic_intensity
-from magicdec.costmodel.round import RoundTimes, Setup, round_times
+from magicdec.costmodel.round import RoundTimes, Setup, round_times, steps_per_selection
 from magicdec.costmodel.speedup import batch_speedup, break_even_alpha, round_tokens
 from magicdec.errors import UserError
 from magicdec.units import GIB, both_speedups
@@ -164,11 +164,8 @@ class Prediction:
         times = self.best.times
         hardware = self.setup.hardware
         sure = self.confidence
-        cache = self.setup.cache
         steps = times.steps(self.setup.cache)
-        steps_per_selection = (
-            1 if cache.selects == "step" else best.gamma * cache.rounds_per_selection
-        )
+        selection_steps = steps_per_selection(self.setup, best.gamma)
         values: dict[str, float | int | str | None] = {
             "speedup": best.speedup,
             "speedup_wall": self.speedup_wall(best),
@@ -179,7 +176,7 @@ class Prediction:
             "critical_context": self.critical_context,
             "target_decode_ms": 1e3 * times.target.total,
             "draft_ms": 1e3 * steps["draft"].total,
-            "select_ms": 1e3 * times.select.total * steps_per_selection,
+            "select_ms": 1e3 * times.select.total * selection_steps,
             "verify_ms": 1e3 * times.verify.total,
             "overhead_ms": 1e3 * times.overhead.total,
             "round_ms": 1e3 * times.round_s,
@@ -187,8 +184,7 @@ class Prediction:
             "fits": self.fits,
             "kv_share": kv_share(self.setup),
             "arithmetic_intensity": arithmetic_intensity(self.setup.target_pass, hardware),
-            # Above it, the device is bound by compute.
-            "ridge": hardware.device.flops / hardware.device.bandwidth,
+            "ridge": hardware.device.ridge,
             "calibration": hardware.note,
             "kernel_costs": self.setup.remark,
             "speedup_low": sure.low if sure else None,

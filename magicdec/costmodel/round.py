@@ -8,7 +8,7 @@ from math import comb
 from typing import Any, NamedTuple
 
 from magicdec.architectures.model_config import ModelConfig, check_ranks
-from magicdec.config.choices import CODE_ROWS, FP32, CacheConfig, CacheSpec, DraftConfig
+from magicdec.config.choices import CODE_GROUP, CODE_ROWS, FP32, CacheConfig, CacheSpec, DraftConfig
 from magicdec.config.registry import DRAFTS, POLICIES
 from magicdec.costmodel.hardware import Hardware
 from magicdec.costmodel.kernel_costs import CODES, SCORES, SELECTING, WEIGHTS, work_of
@@ -17,8 +17,8 @@ from magicdec.costmodel.routing import UNIFORM, Routing
 from magicdec.costmodel.targets import model_label
 from magicdec.errors import UserError
 
-# The bytes of a weight in a layer's matrices: its code, and a 32nd of its group's scale.
-QUANTIZED_BYTES = {"int8": 1 + BF16 / 32, "int4": 0.5 + BF16 / 32}
+# The bytes of a weight in a layer's matrices: its code, and its share of its group's scale.
+QUANTIZED_BYTES = {"int8": 1 + BF16 / CODE_GROUP, "int4": 0.5 + BF16 / CODE_GROUP}
 PREFILL_CHUNK = 2048  # tokens of a prefill pass
 RARE = 1e-5  # a probability that does not count
 
@@ -335,11 +335,17 @@ def select_time(setup: Setup, gamma: int) -> StepTime:
     model = setup.draft_model.shared_by(setup.draft_ranks)
     spec = CacheSpec(cache, gamma, setup.context, setup.context > model.max_position_embeddings)
     moved = setup.batch * cache.selection_bytes(spec, model, setup.element_bytes)
-    steps = 1 if cache.selects == "step" else gamma * cache.rounds_per_selection
-    if cache.selects == "step" and setup.draft.proposes_blocks:
-        steps = gamma
     seconds = setup.factor(SELECTING) * moved / setup.hardware.bandwidth
-    return StepTime(kv=seconds / steps)
+    return StepTime(kv=seconds / steps_per_selection(setup, gamma))
+
+
+def steps_per_selection(setup: Setup, gamma: int) -> int:
+    """Return the draft steps over which the time of one selection is spread; a block counts as
+    gamma steps.
+    """
+    if setup.cache.selects == "step":
+        return gamma if setup.draft.proposes_blocks else 1
+    return gamma * setup.cache.rounds_per_selection
 
 
 def scores_time(setup: Setup, scored: Pass) -> StepTime:
@@ -356,15 +362,24 @@ def scores_time(setup: Setup, scored: Pass) -> StepTime:
     return StepTime(kv=setup.factor(SCORES) * moved / setup.hardware.bandwidth)
 
 
-def prefill_s(setup: Setup, model: ModelConfig, ranks: int, prompt_len: int) -> float:
-    """Return the seconds in which a model reads one prompt, in chunks."""
+def prefill_s(
+    setup: Setup,
+    model: ModelConfig,
+    ranks: int,
+    prompt_len: int,
+    rows: int = 1,
+    chunk: int = PREFILL_CHUNK,
+) -> float:
+    """Return the seconds in which a model reads prompts, all of the same length, in chunks of so
+    many tokens.
+    """
     size, seconds = setup.element_bytes, 0.0
-    for start in range(0, prompt_len, PREFILL_CHUNK):
-        tokens = min(PREFILL_CHUNK, prompt_len - start)
+    for start in range(0, prompt_len, chunk):
+        tokens = min(chunk, prompt_len - start)
         seen = start + tokens / 2  # on average: a token sees those before it
-        chunk = Pass(
+        step = Pass(
             model,
-            1,
+            rows,
             tokens,
             seen,
             ranks,
@@ -376,5 +391,5 @@ def prefill_s(setup: Setup, model: ModelConfig, ranks: int, prompt_len: int) -> 
             chooses=False,
             routing=setup.routing,
         )
-        seconds += step_time(chunk, setup.hardware).total
+        seconds += step_time(step, setup.hardware).total
     return seconds

@@ -10,7 +10,7 @@ heads, K KV heads, J = H / K, D head dim.
 """
 
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -83,8 +83,7 @@ class BlockHead(StatesModel):
         layer = self.layer_of(number)
         qkv = self.operators.linear(layer.qkv, hidden_BTE)
         qkv = qkv.unflatten(-1, (-1, self.config.head_dim))
-        norms = (layer.q_norm, layer.k_norm) if self.config.qk_norm else None
-        self.operators.rotate(qkv, self.config.num_heads, norms, cos, sin, place)
+        self.operators.rotate(qkv, self.config.num_heads, layer.norms, cos, sin, place)
 
     @override
     def forward(  # type: ignore[override]
@@ -129,16 +128,6 @@ class BlockHead(StatesModel):
         frequencies = frequencies_on(self.config, cache.seqlens_B.device)
         cos_BTD, sin_BTD = self.angles(*frequencies, cache.positions_BT(num_new))
         return (cos_BTD[:, :, None], sin_BTD[:, :, None]), cache.slots_BT(num_new)
-
-    def layer_of(self, number: int) -> Layer:
-        """Return a layer by its number."""
-        return cast("Layer", self.layers[number])
-
-    @override
-    def logits(self, hidden_BTE: Tensor) -> Tensor:
-        """Return logits (B, T, V) of the tokens at the places of a block."""
-        local_BTV = self.operators.matmul(hidden_BTE, self.head.weight)
-        return self.share.logits(local_BTV, self.config.vocab_size)
 
 
 def as_one_token(q_BTHD: Tensor, num_kv_heads: int) -> Tensor:

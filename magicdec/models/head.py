@@ -7,7 +7,7 @@ layer, keys and values follow from these alone: nothing has to be attended to fo
 entries of a context.
 """
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,8 +51,7 @@ class HeadLayer(Layer):
         c, normed_BTE = self.config, self.attention_norm(x_BTE)
         both = torch.cat((self.embedding_norm(embedded_BTE), normed_BTE), dim=-1)
         qkv = ops.linear(self.qkv, both).unflatten(-1, (-1, c.head_dim))
-        norms = (self.q_norm, self.k_norm) if c.qk_norm else None
-        q_BTHD = ops.rotate(qkv, c.num_heads, norms, cos, sin, place)
+        q_BTHD = ops.rotate(qkv, c.num_heads, self.norms, cos, sin, place)
         return normed_BTE if c.norm_before_residual else x_BTE, q_BTHD
 
 
@@ -128,10 +127,6 @@ class Head(StatesModel):
     def output(self, module: int, x_BTE: Tensor) -> Tensor:
         """Return what the next step reads of a module's residual stream."""
         return self.norm(x_BTE) if self.config.norm_output else x_BTE
-
-    def layer_of(self, module: int) -> Layer:
-        """Return the layer of a module."""
-        return cast("Layer", self.layers[module])
 
     @override
     def logits(self, hidden_BTE: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from magicdec.models.kv_cache import Place
 from magicdec.models.operators import Operators
 from magicdec.models.parallel import ALONE, Share
 from magicdec.models.states_model import StatesModel
-from magicdec.models.transformer import Layer
+from magicdec.models.transformer import Layer, Transformer
 
 
 class MtpLayer(Layer):
@@ -87,8 +87,4 @@ class MtpHead(Head):
         """Return a module by its number."""
         return cast("MtpLayer", self.layers[number])
 
-    @override
-    def logits(self, hidden_BTE: Tensor) -> Tensor:
-        """Return next-token logits (B, T, V), of a module's output."""
-        local_BTV = self.operators.matmul(hidden_BTE, self.head.weight)
-        return self.share.logits(local_BTV, self.config.vocab_size)
+    logits = Transformer.logits  # of a module's output, which is normalised

@@ -6,7 +6,7 @@ B rows, T tokens, E hidden size, N hidden states of the target side by side, V d
 
 from abc import abstractmethod
 from copy import copy
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from torch import Tensor, nn
 from typing_extensions import override
@@ -15,7 +15,7 @@ from magicdec.architectures.model_config import ModelConfig
 from magicdec.attention.base import Attention
 from magicdec.models.kv_cache import KVCache
 from magicdec.models.parallel import ALONE, Share
-from magicdec.models.transformer import Transformer
+from magicdec.models.transformer import Layer, Transformer
 
 
 class StatesModel(Transformer):
@@ -41,6 +41,10 @@ class StatesModel(Transformer):
         module k - 1, and the tokens one place further on. The last one goes on by itself.
         """
         return 1
+
+    def layer_of(self, number: int) -> Layer:
+        """Return a layer, which is a module's own, by its number."""
+        return cast("Layer", self.layers[number])
 
     def on(self, target: Transformer) -> Self:
         """Return the same layers with the embedding, and the output matrix, of a target where they

@@ -18,7 +18,7 @@ from magicdec.attention.base import Attention
 from magicdec.attention.sdpa import SdpaAttention
 from magicdec.models import passes
 from magicdec.models.kv_cache import KVCache, Place
-from magicdec.models.operators import PYTORCH, Operators, operators_for
+from magicdec.models.operators import PYTORCH, Norms, Operators, operators_for
 from magicdec.models.parallel import ALONE, Share
 from magicdec.models.rope import angles_table, frequencies_on
 from magicdec.models.taps import Taps
@@ -53,6 +53,11 @@ class Layer(nn.Module):
         self.gate_up = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=False)
         self.down = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
+    @property
+    def norms(self) -> Norms:
+        """Return the norms of queries and keys, if the model has them."""
+        return (self.q_norm, self.k_norm) if self.config.qk_norm else None
+
     def before_attention(
         self,
         ops: Operators,
@@ -70,8 +75,7 @@ class Layer(nn.Module):
         c = self.config
         x_BTE, normed_BTE = ops.add_norm(self.attention_norm, x_BTE, mlp_BTE)
         qkv = ops.linear(self.qkv, normed_BTE).unflatten(-1, (-1, c.head_dim))
-        norms = (self.q_norm, self.k_norm) if c.qk_norm else None
-        return x_BTE, ops.rotate(qkv, c.num_heads, norms, cos, sin, place)
+        return x_BTE, ops.rotate(qkv, c.num_heads, self.norms, cos, sin, place)
 
     def after_attention(
         self, ops: Operators, x_BTE: Tensor, out_BTHD: Tensor

@@ -60,6 +60,14 @@ class Counts:
         unplaced = self.unplaced + other.unplaced
         return Counts(self.rounds + other.rounds, proposed, accepted, unplaced)
 
+    def completed(self, after_first: int) -> "Counts":
+        """Return the counts of a server that may count rounds alone, as SGLang does: the accepted
+        tokens are then known from the tokens behind the first of every answer.
+        """
+        if not self.rounds or self.proposed or self.num_accepted:
+            return self
+        return Counts(self.rounds, unplaced=max(0, after_first - self.rounds))
+
     @property
     def acceptance_length(self) -> float | None:
         """Return the tokens of a round, bonus token included; None where no round is known."""
@@ -182,12 +190,12 @@ class Peer(OtherEngine):
     @property
     @abstractmethod
     def version(self) -> str:
-        """The engine's name and version, for the results."""
+        """Return the engine's name and version, for the results."""
 
     @property
     @abstractmethod
     def peak_bytes(self) -> int:
-        """The largest memory use so far, counted as by memory.Peak."""
+        """Return the most memory taken so far, in bytes, counted as by memory_use.Peak."""
 
     def close(self) -> None:
         """Free everything."""

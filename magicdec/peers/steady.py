@@ -93,10 +93,7 @@ def counts_of(requests: Sequence[EndpointRequest], of_server: Counts) -> Counts:
     counts = [request.counts for request in requests]
     if counts and None not in counts:
         return sum(cast(list[Counts], counts), Counts())
-    if not of_server.rounds or of_server.proposed or of_server.unplaced or of_server.accepted:
-        return of_server
-    tokens = sum(request.num_tokens - 1 for request in requests)  # SGLang counts rounds alone
-    return Counts(of_server.rounds, unplaced=max(0, tokens - of_server.rounds))
+    return of_server.completed(sum(request.num_tokens - 1 for request in requests))
 
 
 def burst_of(requests: Sequence[EndpointRequest], counts: Counts = NONE) -> Burst | None:

@@ -16,6 +16,7 @@ from magicdec.errors import UserError, to_stderr
 from magicdec.kernels import library, toolchain
 from magicdec.models import checkpoint
 from magicdec.models.parallel import Share, share
+from magicdec.models.random_weights import draw_matrices
 from magicdec.models.transformer import Transformer
 from magicdec.planning import shared
 from magicdec.planning.resolved import Plan, PlannedModel
@@ -132,8 +133,10 @@ def _load(model: PlannedModel, plan: Plan, attention: Attention, progress: Progr
     if model.folder is None:
         transformer.to_empty(device=plan.device)
         generator = torch.Generator(plan.device).manual_seed(part.rank)
+        draw_matrices(transformer.parameters(), generator)
         for weight in transformer.parameters():
-            weight.normal_(0, 0.02, generator=generator) if weight.dim() > 1 else weight.fill_(1.0)
+            if weight.dim() == 1:
+                weight.fill_(1.0)
         for ids_V in transformer.buffers():  # of a head's tokens
             torch.arange(len(ids_V), out=ids_V)
     else:

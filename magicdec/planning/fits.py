@@ -139,8 +139,8 @@ def _with_rows(plan: Plan, asked: BatchConfig) -> Plan:
     if asked.size != "auto":
         return plan
     config, context_len = plan.config, plan.config.batch.context_len
-    # While others are decoded.
     usual = int(config.batch.size)
+    # Serving prefills one more row while the others decode.
     prefilled = int(config.scenario.serves)
 
     def total(rows: int) -> float:
@@ -156,8 +156,8 @@ def _with_rows(plan: Plan, asked: BatchConfig) -> Plan:
 
 
 def _memory_bytes(plan: Plan) -> float:
-    """Return the memory for weights and caches of each rank. Not what is free now: a run's id would
-    tell.
+    """Return the memory for weights and caches of each rank, free or not: a run's id must not
+    depend on other programs.
     """
     if plan.predicts:
         return setup_of(plan).hardware.device.memory

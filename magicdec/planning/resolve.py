@@ -51,13 +51,15 @@ def resolve(config: Config) -> Plan:
     target, draft = _divided(config, target, draft)
     if draft is not None:
         config = replace(config, draft=replace(config.draft, tensor_parallel=draft.num_ranks))
-    name = _device_name(device)
+    plan = Plan(config, device, dtype, target, draft, _device_name(device))
     if config.engine.name != "native":
         ENGINES[config.engine.name].work.check(config)
-        return Plan(config, device, dtype, target, draft, name)
-    config, why = _with_attention(config, device, dtype, target, draft)
+        is_ours = config.engine.has_our_drafts
+        return replace(plan, attention=_attention(plan)[0]) if is_ours else plan
+    backend, why = _attention(plan)
     reasons = "; ".join(filter(None, (why, uncompiled)))
-    return Plan(config, device, dtype, target, draft, name, reasons=reasons)
+    config = replace(config, attention=backend)
+    return replace(plan, config=config, attention=backend, reasons=reasons)
 
 
 def _predicted(config: Config) -> Plan:
@@ -191,24 +193,19 @@ def _with_hardware(config: Config, device: torch.device, dtype: torch.dtype) -> 
     return replace(config, hardware=replace(hardware, **decided)), reason
 
 
-def _with_attention(
-    config: Config,
-    device: torch.device,
-    dtype: torch.dtype,
-    target: PlannedModel,
-    draft: PlannedModel | None,
-) -> tuple[Config, str]:
-    """Return the configuration with its attention backend decided, and why it is this one."""
-    architectures = [model.config for model in (target, draft) if model is not None]
+def _attention(plan: Plan) -> tuple[str, str]:
+    """Return the attention backend of our engine, and why it is this one."""
+    config = plan.config
+    architectures = [model.config for model in (plan.target, plan.draft) if model is not None]
     head_dims = [model.head_dim for model in architectures]
     needs = {need for model in architectures for need in model.attention_needs}
-    backend, why = backends.choose(config.attention, device, dtype, head_dims, needs)
+    backend, why = backends.choose(config.attention, plan.device, plan.dtype, head_dims, needs)
     if config.hardware.cuda_graphs and not BACKENDS[backend].facts.captured:
         raise UserError(
             f"hardware.cuda_graphs=true: attention={backend} plans on the host, which no graph can"
             " capture; set hardware.cuda_graphs=false"
         )
-    return replace(config, attention=backend), why
+    return backend, why
 
 
 def _device_name(device: torch.device) -> str:

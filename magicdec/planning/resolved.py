@@ -46,6 +46,7 @@ class Plan:
     target: PlannedModel
     draft: PlannedModel | None
     device_name: str
+    attention: str = ""  # the backend of our engine, or of our server; empty for others
     # For config.attention, and for what is slower than it could be; empty for other engines.
     reasons: str = ""
 
@@ -112,7 +113,7 @@ class Plan:
         """Return the matrices that a float32 run keeps in bfloat16, as stored. The kernels widen
         them.
         """
-        has_kernels = self.config.attention == "cpp" and not self.config.hardware.compile
+        has_kernels = self.attention == "cpp" and not self.config.hardware.compile
         is_native = model.config.implementation == "native"
         if model.folder is None or self.dtype != torch.float32 or not (has_kernels and is_native):
             return set()

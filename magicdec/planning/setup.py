@@ -3,7 +3,10 @@ machine.
 """
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
+
+import torch
 
 from magicdec.config.choices import DraftConfig
 from magicdec.config.registry import DRAFTS
@@ -13,6 +16,7 @@ from magicdec.costmodel.memory_estimate import Memory, memory
 from magicdec.costmodel.round import Setup
 from magicdec.costmodel.stacks import OWN_STACK
 from magicdec.errors import UserError
+from magicdec.measure.ceilings import matmul_rate, read_bandwidth
 from magicdec.planning.recorded_routing import routing_of
 from magicdec.planning.resolved import Plan
 
@@ -53,12 +57,33 @@ def setup_of(plan: Plan, bandwidth_gbs: float | None = None, tflops: float | Non
     return replace(setup, target=setup.target.as_predicted(), **changes)
 
 
+def measured_rates(
+    plan: Plan, bandwidth_gbs: float | None = None
+) -> tuple[float | None, float | None]:
+    """Return the GB/s, which may be known, and the TFLOP/s that the plan's device reaches, measured
+    once in a process; nothing for a device with a datasheet.
+    """
+    if device_in(plan.device_name):
+        return None, None
+    return bandwidth_gbs or _gb_per_s(plan.device), _tflops(plan.device, plan.dtype)
+
+
+@cache
+def _gb_per_s(device: torch.device) -> float:
+    return read_bandwidth(device) / 1e9
+
+
+@cache
+def _tflops(device: torch.device, dtype: torch.dtype) -> float:
+    return matmul_rate(device, dtype) / 1e12
+
+
 def held(plan: Plan, num_rows: int, context_len: int) -> Memory:
     """Return the weights and caches that a device holds for a batch of `num_rows`; for a
     prediction, as serving engines hold them.
     """
     config = plan.config
-    # Which needs no memory of its own.
+    # Without a draft: a lookup, which needs no memory of its own.
     draft = config.draft if config.speculates else DRAFTS["ngram"].facts()
     machine = (
         setup_of(plan).hardware if plan.predicts else unknown(plan.device_name, plan.num_ranks)

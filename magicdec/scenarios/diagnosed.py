@@ -11,15 +11,14 @@ from magicdec.config.omega import omega
 from magicdec.config.registry import DRAFTS
 from magicdec.config.scenario_settings import Profile
 from magicdec.costmodel.diagnosis import Diagnosis, diagnose
-from magicdec.costmodel.hardware import CPU, configured, device_in
+from magicdec.costmodel.hardware import CPU, configured
 from magicdec.costmodel.limits import limits
 from magicdec.costmodel.roofline import BF16
 from magicdec.costmodel.round import Setup
 from magicdec.costmodel.step_fit import CellSteps
-from magicdec.measure.ceilings import matmul_rate, read_bandwidth
 from magicdec.measure.metrics import Metrics
 from magicdec.planning.resolved import Plan
-from magicdec.planning.setup import setup_of
+from magicdec.planning.setup import measured_rates, setup_of
 from magicdec.tracking.cells import new_table, three_digits
 
 Length = Callable[[int, int], float | None]  # tokens of a round, by context and gamma
@@ -59,10 +58,7 @@ def setup_of_profile(plan: Plan, is_here: bool = True) -> Setup | None:
         return None
     if config.engine.is_remote:
         plan = replace(plan, config=replace(plan.config, hardware=replace(h, device="cpu")))
-    rates: tuple[float | None, float | None] = (None, None)
-    if not device_in(plan.device_name):
-        rates = (read_bandwidth(plan.device) / 1e9, matmul_rate(plan.device, plan.dtype) / 1e12)
-    return setup_of(plan, *rates)
+    return setup_of(plan, *measured_rates(plan))
 
 
 def cells_of(

@@ -108,6 +108,8 @@ def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
     setup = setup_of_profile(plan, all(map(is_loopback, urls)))  # before a server is busy
     asyncio.run(work.measure_all())
     metrics: Metrics = {"device": plan.device_name, "engine/served": work.served, **plan.sources}
+    if plan.config.engine.has_our_drafts:
+        metrics["weights/bytes"] = plan.weight_bytes
     history, diagnosis = with_forward(work.history, forward_times), None
     if setup is not None:
         history = with_limits(history, setup, plan.config.speculates)

@@ -2,7 +2,6 @@
 experiment.
 """
 
-import sys
 from collections import defaultdict
 from collections.abc import Mapping
 from itertools import islice
@@ -12,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from magicdec.config.choices import DraftConfig
-from magicdec.config.folders import check_is_read
+from magicdec.config.folders import check_is_ours, check_is_read
 from magicdec.config.scenario_settings import Search
 from magicdec.config.schema import Config
 from magicdec.costmodel.planner import (
@@ -52,14 +51,10 @@ def prepare(config: Config) -> Plan:
     written.
     """
     name = config.settings(Search).save_as
-    if name is not None:
-        path = _experiment(name)
-        if path.exists() and FOUND_BY not in path.read_text(encoding="utf-8"):
-            raise UserError(
-                f"scenario.save_as={name}: {shown(path)} is there already; choose another name, or"
-                " null"
-            )
-        check_is_read("experiment", name, path, f"scenario.save_as={name}")
+    if name is not None and config.settings(Search).schedule is None:
+        path, key = _experiment(name), f"scenario.save_as={name}"
+        check_is_ours(path, FOUND_BY, key)
+        check_is_read("experiment", name, path, key)
     plan = prepare_prediction(config)
     if _is_of_own_draft(config):
         check_vocabulary(plan.target.config, plan.draft.config if plan.draft else None)
@@ -91,7 +86,7 @@ def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
     config = plan.config
     scenario = plan.config.settings(Search)
     setup, acceptances = setup_of(plan), curves(config)
-    command = command_line(["magicdec", *sys.argv[1:]])
+    command = command_line(["magicdec", *run.facts["overrides"]])
     workload = Workload(scenario.workload or [(setup.context, max(2, config.batch.generate_len))])
     if scenario.workload:
         setup = setup.at(context=workload.context_len)
@@ -114,7 +109,7 @@ def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
         alpha,
     )
     best = ranking.ranked[0]
-    text = experiment_yaml(best, command, config.hardware)
+    text = experiment_yaml(best, command, config.hardware, workload.generate_len)
     view: list[RenderableType] = [_view(ranking)]
     if alpha is not None:
         view.append(_by_alpha(setup, scenario, alpha.alpha))

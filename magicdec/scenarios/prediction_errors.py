@@ -8,15 +8,12 @@ from typing import Any
 
 from magicdec.costmodel.acceptance import task_of
 from magicdec.costmodel.comparison import limit_metrics, predicted_metrics, published
-from magicdec.costmodel.hardware import device_in
 from magicdec.costmodel.speedup import batch_speedup, round_time
 from magicdec.costmodel.speedup import speedup as formula_speedup
 from magicdec.errors import UserError
-from magicdec.measure.ceilings import matmul_rate
 from magicdec.measure.metrics import Metrics
 from magicdec.planning.resolved import Plan
-from magicdec.planning.setup import setup_of
-from magicdec.planning.shared import SHARED
+from magicdec.planning.setup import measured_rates, setup_of
 
 log = logging.getLogger(__name__)
 
@@ -53,16 +50,9 @@ def _formula(plan: Plan, results: Mapping[str, Any], gamma: int) -> Metrics:
 
 def _by_cost_model(plan: Plan, results: Mapping[str, Any], gamma: int) -> Metrics:
     """Return the prediction for these rounds at the measured acceptance, and its errors."""
-    listed = device_in(plan.device_name)
-    measured_at = ("matmul rate", plan.device, plan.dtype)
-    rate = (
-        None
-        if listed
-        else SHARED.fact(measured_at, lambda: matmul_rate(plan.device, plan.dtype)) / 1e12
-    )
-    bandwidth = float(results["roofline/bandwidth_gbs"] or 0.0)
+    rates = measured_rates(plan, float(results["roofline/bandwidth_gbs"] or 0.0))
     try:
-        setup = setup_of(plan, bandwidth, rate).at(context=round(results["data/context_len_mean"]))  # type: ignore[arg-type]
+        setup = setup_of(plan, *rates).at(context=round(results["data/context_len_mean"]))  # type: ignore[arg-type]
         errors = predicted_metrics(setup, gamma, results, plan.config.batch.generate_len)
         return (
             errors

@@ -141,6 +141,8 @@ def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
     asyncio.run(_measure_all(work, load(plan), tokenizer))
     results: Metrics = {**prompts.facts, "device": plan.device_name, **plan.sources, **work.limits}
     results |= work.units.units[-1].facts
+    if plan.config.engine.has_our_drafts:
+        results["weights/bytes"] = plan.weight_bytes
     chosen = [*work.levels, *levels_of(plan.config.settings(Serve))][-1]
     last = work.levels[chosen]
     results |= work.metrics(last)
@@ -217,13 +219,10 @@ def _reported_acceptance(unit: LevelUnit) -> tuple[Counts, str]:
     counts = [request.counts for request in unit.answered]
     if counts and None not in counts:
         return sum(cast(list[Counts], counts), Counts()), "usage"
-    reported = unit.reported
-    if reported is None:
+    if unit.reported is None:
         return Counts(), "unknown"
-    if not (reported.proposed or reported.accepted):  # SGLang counts rounds alone
-        tokens = sum(request.stats.tokens - 1 for request in unit.answered)
-        reported = Counts(reported.rounds, unplaced=max(0, tokens - reported.rounds))
-    return reported, "/metrics"
+    after_first = sum(request.stats.tokens - 1 for request in unit.answered)
+    return unit.reported.completed(after_first), "/metrics"
 
 
 def _acceptance(unit: LevelUnit, rows: Sequence[int]) -> Metrics:

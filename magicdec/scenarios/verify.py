@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 from magicdec.config.scenario_settings import Verify
 from magicdec.config.schema import Config
 from magicdec.costmodel.engine_settings import read_vllm
-from magicdec.costmodel.hardware import device_in
 from magicdec.costmodel.round import round_times
 from magicdec.costmodel.schedules import Cell, Schedule, batches_up_to, schedule
 from magicdec.costmodel.speedup import batch_speedup
@@ -24,12 +23,11 @@ from magicdec.engine.decoder import Generation
 from magicdec.engine.native import Batch, NativeEngine, warm_up
 from magicdec.errors import UserError
 from magicdec.measure import metrics
-from magicdec.measure.ceilings import matmul_rate, read_bandwidth
 from magicdec.measure.intervals import ShareOfBest, share_of_best
 from magicdec.planning import build
 from magicdec.planning.resolve import resolve
 from magicdec.planning.resolved import Plan
-from magicdec.planning.setup import setup_of
+from magicdec.planning.setup import measured_rates, setup_of
 from magicdec.scenarios.outcome import Outcome
 from magicdec.scenarios.verify_view import shares_apart, view
 from magicdec.tracking.progress import Progress
@@ -227,11 +225,7 @@ def _predicted_steps(
     """Return the predicted seconds of a round by gamma, and of a step for 0, at every batch and
     context.
     """
-    listed = device_in(plan.device_name)
-    bandwidth = None if listed else read_bandwidth(plan.device) / 1e9
-    setup = setup_of(
-        plan, bandwidth, None if listed else matmul_rate(plan.device, plan.dtype) / 1e12
-    )
+    setup = setup_of(plan, *measured_rates(plan))
     seconds: dict[tuple[int, int], Mapping[int, float]] = {}
     for context in contexts:
         for batch in batches_up_to(max(scenario.batch_sizes)):

@@ -192,10 +192,16 @@ def test_plans_are_ranked_by_throughput_within_the_bounds(setup, model):
     assert all(p.estimate is None for p in plans.unknown)
 
 
-def written(best):
+def written(best, generate_len=64):
     """The content of the experiment of a candidate, on a machine as its option has it."""
     machine = parse(HardwareConfig, values_of("hardware", best.setup.hardware.name.lower()))
-    return yaml.safe_load(experiment_yaml(best, "", machine))
+    return yaml.safe_load(experiment_yaml(best, "", machine, generate_len))
+
+
+def test_an_experiment_generates_as_many_tokens_as_were_ranked(setup):
+    (best, *_) = search(setup(context=4000), Curves(published()), (32,), generate_len=500).ranked
+    batch = written(best, generate_len=500)["batch"]
+    assert batch == {"size": 32, "context_len": 4000, "generate_len": 500}
 
 
 def test_where_nothing_pays_the_plan_is_autoregressive(setup):

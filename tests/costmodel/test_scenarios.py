@@ -247,6 +247,16 @@ def test_a_plan_replaces_no_other_experiment(tmp_path, monkeypatch):
     assert (tmp_path / "mine.yaml").read_text() == "# @package _global_\n"
 
 
+def test_a_schedule_is_no_experiment(tmp_path, monkeypatch):
+    """Its name may be that of one, which it does not touch."""
+    monkeypatch.setattr(plan_scenario, "EXPERIMENTS", tmp_path)
+    (tmp_path / "mine.yaml").write_bytes(b"caf\xe9")
+    keys = [*PLAN, "scenario.save_as=mine", "scenario.schedule=vllm", "draft.acceptance=null"]
+    assert plan_scenario.prepare(compose(keys)).predicts
+    with pytest.raises(UserError, match=r"mine\.yaml is there already"):
+        plan_scenario.prepare(compose([*PLAN, "scenario.save_as=mine"]))
+
+
 def test_a_plan_is_not_written_where_another_option_takes_precedence(tmp_path, monkeypatch):
     monkeypatch.setattr(plan_scenario, "EXPERIMENTS", tmp_path)
     with pytest.raises(UserError, match=r"save_as=quick: experiment=quick is an option already \("):

@@ -15,9 +15,11 @@ from safetensors.torch import save_file
 from magicdec.architectures.block_config import BlockConfig
 from magicdec.attention.sdpa import SdpaAttention
 from magicdec.config.choices import ModelChoice
+from magicdec.config.registry import POLICIES
 from magicdec.conformance.examine import both_ways
 from magicdec.costmodel.hardware import hardware_named
-from magicdec.costmodel.round import Setup, round_times
+from magicdec.costmodel.prediction import predict
+from magicdec.costmodel.round import Setup, round_times, select_time
 from magicdec.costmodel.targets import architecture
 from magicdec.drafts.dflash import Dflash
 from magicdec.errors import UserError
@@ -254,3 +256,16 @@ def test_a_proposal_costs_a_pass_whatever_gamma_is():
     setup = Setup(target, hardware_named("h100"), 1, 32_000, draft=draft)
     proposals = [gamma * round_times(setup, gamma).draft.total for gamma in (1, 4, 8)]
     assert proposals[0] < proposals[2] < 1.1 * proposals[0]
+
+
+@pytest.mark.parametrize("policy", ["quest", "topk"])
+def test_the_time_of_a_selection_is_shown_whole(policy):
+    """T_select is a mean over draft steps, of which a block counts as gamma."""
+    target = architecture("llama-3.1-8b")
+    draft = Dflash(gamma=4, model=ModelChoice("d", architecture=BlockConfig.like(target)))
+    cache = POLICIES[policy].facts(budget=512)
+    setup = Setup(target, hardware_named("h100"), 8, 32_000, draft=draft, cache=cache)
+    shown = predict(setup, (4,), 0.7).metrics()["predicted/select_ms"]
+    rounds = cache.rounds_per_selection
+    assert shown == pytest.approx(1e3 * 4 * rounds * select_time(setup, 4).total)
+    assert shown > 0

@@ -99,7 +99,7 @@ def test_one_name_may_stand_for_a_list_of_modules_that_are_not_quantized():
     settings = quantized("gptq", bits=4, group_size=-1, modules_to_not_convert="up_proj")
     config = describe(plain_of("llama", settings), "config.json")
     whole = [matrix for matrix in config.matrices if matrix.stored_bytes is None]
-    assert [(matrix.inputs, matrix.outputs) for matrix in whole] == [(1, 1)]
+    assert [(matrix.inputs, matrix.outputs) for matrix in whole] == [(48, 80)]
 
 
 @pytest.mark.parametrize(

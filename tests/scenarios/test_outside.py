@@ -6,6 +6,7 @@ from contextlib import ExitStack
 import pytest
 
 from magicdec.config.load import compose
+from magicdec.kernels.library import compiler
 from magicdec.peers.steady import Burst
 from magicdec.planning.resolve import resolve
 from magicdec.scenarios import Job, run
@@ -145,6 +146,15 @@ def test_our_server_is_started_with_the_settings_of_the_run(overrides):
     assert (config.batch.size, config.batch.generate_len) == (2, 2)
     assert config.batch.context_len + 2 == server.spec.max_len
     assert not compose(["scenario=serve", *server.overrides(speculative=False)]).speculates
+
+
+@pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler")
+def test_our_server_keeps_weights_in_as_many_bytes_as_our_engine(monkeypatch):
+    stored = "magicdec.planning.resolved.checkpoint.stored_in_bfloat16"
+    monkeypatch.setattr(stored, lambda *_: {"layers.0.qkv.weight"})
+    for engine in ("native", "magicdec"):
+        keys = [f"engine={engine}", "scenario=profile", "hardware=cpu", "batch.size=2"]
+        assert resolve(compose([*keys, "hardware.dtype=float32"])).weight_bytes == 2
 
 
 def test_our_free_draft_accepts_as_told():

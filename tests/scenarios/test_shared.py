@@ -8,7 +8,7 @@ import pytest
 
 from magicdec.planning import build
 from magicdec.planning.shared import SHARED
-from magicdec.scenarios import Job, compare, prediction_errors
+from magicdec.scenarios import Job, compare
 from tests.golden.record import CASES, KEPT
 from tests.runs import run_here
 
@@ -164,7 +164,6 @@ def test_small_facts_are_found_once_and_not_after_a_failure(tmp_path, monkeypatc
     for module, name in (
         (build, "load_tokenizer"),
         (compare, "read_bandwidth"),
-        (prediction_errors, "matmul_rate"),
     ):
         own = getattr(module, name)
         monkeypatch.setattr(
@@ -172,10 +171,10 @@ def test_small_facts_are_found_once_and_not_after_a_failure(tmp_path, monkeypatc
         )
     for number, name in enumerate(("streaming", "window")):
         done(tmp_path, name, number=number)
-    assert sorted(found) == ["load_tokenizer", "matmul_rate", "read_bandwidth"]
+    assert sorted(found) == ["load_tokenizer", "read_bandwidth"]
     SHARED.clear()
     done(tmp_path, "streaming", number=2)
-    assert len(found) == 6
+    assert len(found) == 4
 
 
 def turn_of(tmp_path, name, turn, *overrides, number=0):

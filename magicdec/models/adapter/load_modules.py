@@ -17,8 +17,7 @@ from magicdec.models.adapter.transformers_library import (
     quiet,
     read_causal,
 )
-
-RANDOM_SPREAD = 0.02  # of random weights
+from magicdec.models.random_weights import draw_matrices
 
 
 def without_storage(
@@ -44,10 +43,7 @@ def random(
             config_from(config.config_json), dtype=dtype, attn_implementation=NAME
         )
     generator = torch.Generator(device).manual_seed(0)
-    with torch.no_grad():
-        for weight in causal.parameters():
-            if weight.dim() > 1:
-                weight.normal_(0, RANDOM_SPREAD, generator=generator)
+    draw_matrices(causal.parameters(), generator)
     return _ready(config, causal, attention, longest)
 
 

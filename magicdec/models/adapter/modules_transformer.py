@@ -28,7 +28,7 @@ from magicdec.models.adapter.interface import (
 from magicdec.models.adapter.linears import by_operators, by_pytorch
 from magicdec.models.adapter.recurrent import keep_uncompiled, over_states
 from magicdec.models.kv_cache import KVCache
-from magicdec.models.operators import PYTORCH, Operators, operators_for
+from magicdec.models.operators import PYTORCH, operators_for
 from magicdec.models.parallel import ALONE
 from magicdec.models.taps import Taps
 from magicdec.models.transformer import Transformer
@@ -111,11 +111,6 @@ class ModulesTransformer(Transformer):
     @override
     def dtype(self) -> torch.dtype:
         return self.embed.weight.dtype
-
-    @property
-    @override
-    def operators(self) -> Operators:
-        return PYTORCH if self.is_compiled else operators_for(type(self.attention))
 
     @override
     def step_weight_bytes(self, num_tokens: int) -> float:

@@ -27,11 +27,10 @@ from magicdec.models.adapter.linears import by_operators, by_pytorch
 from magicdec.models.adapter.modules_transformer import ModulesTransformer
 from magicdec.models.adapter.transformers_library import check_version, config_from, quiet
 from magicdec.models.kv_cache import KVCache
-from magicdec.models.operators import PYTORCH, Operators, operators_for
+from magicdec.models.operators import PYTORCH, operators_for
+from magicdec.models.random_weights import draw_matrices
 from magicdec.models.states_model import StatesModel
 from magicdec.models.transformer import Transformer
-
-RANDOM_SPREAD = 0.02  # of random weights
 
 
 class ModulesMtp(StatesModel):
@@ -98,11 +97,6 @@ class ModulesMtp(StatesModel):
     def dtype(self) -> torch.dtype:
         return next(self.layers.parameters()).dtype
 
-    @property
-    @override
-    def operators(self) -> Operators:
-        return PYTORCH if self.is_compiled else operators_for(type(self.attention))
-
     @override
     def compile_layers(self) -> None:
         """Compile each module; attention stays as it is, and linear layers become PyTorch's."""
@@ -135,9 +129,7 @@ def load_mtp(
         predictor = _read(folder, causal, config.num_layers, device)
     elif device.type != "meta":
         generator = torch.Generator(device).manual_seed(0)
-        for weight in predictor.layers.parameters():
-            if weight.dim() > 1:
-                weight.data.normal_(0, RANDOM_SPREAD, generator=generator)
+        draw_matrices(predictor.layers.parameters(), generator)
     predictor.embed_tokens = predictor.shared_head = None  # the target's: see `on`
     operators = operators_for(type(attention))
     if operators is not PYTORCH:
