@@ -29,6 +29,7 @@ from magicdec.tracking.descriptions import described_models
 from magicdec.tracking.progress import progress as progress_bars
 from magicdec.tracking.result_types import RunResult
 from magicdec.tracking.run_files import ROW, read_lines
+from magicdec.tracking.sweep import TIME
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -127,7 +128,7 @@ def study(cells: Sequence[Sequence[str]]) -> list[Result]:
     that fails ends the study with its exception; the results of those before it are stored.
     """
     configs = [compose(_listed(overrides)) for overrides in cells]  # mistakes before work
-    started = f"{datetime.now():%Y-%m-%d_%H-%M-%S-%f}"
+    started = f"{datetime.now():{TIME}}"
     try:
         return [
             _result(

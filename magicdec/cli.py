@@ -6,7 +6,6 @@ stderr; 130: interrupted; 143: stopped by SIGTERM.
 """
 
 import errno
-import itertools
 import os
 import re
 import sys
@@ -183,7 +182,7 @@ def _prepare(arguments: Namespace) -> None:
             if not text.startswith(("hydra/launcher", "hydra.launcher"))
         ]
         arguments.overrides = kept + LISTING
-    # Which Hydra takes from this file's folder.
+    # Hydra would resolve a relative path from this file's folder.
     if arguments.config_path and "://" not in arguments.config_path:
         arguments.config_path = str(Path(arguments.config_path).resolve())
 
@@ -317,12 +316,7 @@ def _sweep_folder(runs_dir: str, name: str | None, grid: str | None, with_figure
     parse(FileName, name, "sweep.name")  # type: ignore[arg-type]
     title = name or (grid or "").replace("/", "-")
     end = f"_{title}" if title else ""
-    times = (
-        f"{datetime.now():%Y-%m-%d_%H-%M-%S}{f'-{count}' if count else ''}"
-        for count in itertools.count()
-    )
-    folders = (Path(runs_dir, "sweeps", time + end) for time in times)
-    folder = next(path for path in folders if not path.exists())
+    folder = Path(runs_dir, "sweeps", f"{datetime.now():{sweep.TIME}}{end}")
     new_folders[:] = [
         path for path in (folder, folder.parent, folder.parent.parent) if not path.exists()
     ]

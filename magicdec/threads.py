@@ -69,7 +69,7 @@ def cpu_limit() -> float | None:
     amount to; None: all.
     """
     limits = []
-    for folder in _cgroups():
+    for folder in cgroups("cpu"):
         try:
             quota, period = (folder / "cpu.max").read_text().split()
         except (OSError, ValueError):
@@ -83,8 +83,10 @@ def cpu_limit() -> float | None:
     return min(limits, default=None)
 
 
-def _cgroups() -> list[Path]:
-    """Return the folders of this process's cgroup and of all those around it."""
+def cgroups(controller: str) -> list[Path]:
+    """Return the folders of this process's cgroup and of all those around it, in which a controller
+    such as `cpu` has its files.
+    """
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -92,7 +94,7 @@ def _cgroups() -> list[Path]:
     folders = []
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
         root = CGROUPS / controllers if controllers else CGROUPS
         folder = root / path.lstrip("/")

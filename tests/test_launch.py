@@ -329,6 +329,7 @@ def test_a_secret_of_the_environment_is_stored_nowhere(refuse, here, monkeypatch
     "typed",
     [
         ["-m", "engine=openai", "engine.url=http://me:secret@host/v1", "batch.size=1,2"],
+        ["-m", "engine=openai", "engine.url=http://me:se/cret@host/v1", "batch.size=1,2"],
         ["-m", "batch=mine", "draft.gamma=1,2"],
     ],
 )

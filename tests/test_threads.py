@@ -109,7 +109,7 @@ def test_the_package_sets_them_before_pytorch_is_imported():
 def test_the_tightest_quota_counts(tmp_path, monkeypatch, files, expected):
     written(tmp_path, files)
     monkeypatch.setattr(
-        threads, "_cgroups", lambda: [tmp_path / "job/inner", tmp_path / "job", tmp_path]
+        threads, "cgroups", lambda _: [tmp_path / "job/inner", tmp_path / "job", tmp_path]
     )
     assert threads.cpu_limit() == expected
 

@@ -181,6 +181,8 @@ def _check(plan: Plan, lines: Sequence[Line], prompts: Sequence[Sequence[int]]) 
     """Raise UserError for rows that the target cannot read, or that need too much memory."""
     size = plan.target.config.vocab_size
     for row, (line, prompt) in enumerate(zip(lines, prompts, strict=True)):
+        if not prompt:
+            raise UserError(f"row {row}: its prompt has no tokens")
         if max(map(max, (prompt, *outputs(line).values()))) >= size:
             raise UserError(
                 f"row {row}: holds a token outside of the target's vocabulary of {size:,}"

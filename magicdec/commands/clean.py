@@ -13,6 +13,7 @@ from magicdec.tracking.reader import folder_of_lock, iter_runs, read_result
 from magicdec.tracking.store import counted, shown
 from magicdec.tracking.whole_files import explained
 
+LAST = {"result.json": 1, "config.yaml": 2}  # in the order of deleting
 KINDS = ("invalid", "storage", "non_finite", "out_of_memory", "crashed", "interrupted", "stopped")
 
 
@@ -50,7 +51,8 @@ def _delete(run: Mapping[str, Any], kinds: Sequence[str]) -> bool:
         kind = "interrupted" if result.get("status") == "running" else result.get("kind")
         if kind not in kinds:
             return False
-        for path in folder.iterdir():
+        # Last what readers know a run by: an interrupted command can then be repeated.
+        for path in sorted(folder.iterdir(), key=lambda path: LAST.get(path.name, 0)):
             if path.name != NAME:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
     for empty in {folder, lock}:

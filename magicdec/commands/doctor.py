@@ -31,7 +31,6 @@ from magicdec.decoding.timers import Stopwatch
 from magicdec.engine.native import warm_up
 from magicdec.engine.output_audit import audit
 from magicdec.errors import UserError, exit_code, in_one_line
-from magicdec.inputs import fingerprint
 from magicdec.measure import ceilings
 from magicdec.measure.memory_use import available_bytes
 from magicdec.measure.system import cpu_name, driver_version
@@ -43,6 +42,7 @@ from magicdec.scenarios.ranks import on_ranks
 from magicdec.tracking.cells import markdown_table, new_table
 from magicdec.tracking.console import Console
 from magicdec.tracking.progress import Stage
+from magicdec.tracking.software import PACKAGE_HASH
 from magicdec.units import GIB
 from magicdec.version import VERSION
 
@@ -166,8 +166,7 @@ def examine(begin: Callable[[str], None] | None = None) -> Iterator[Finding]:
 
 def versions(device: torch.device) -> Iterator[Finding]:
     """Report the versions of magicdec, Python and the libraries that decide results."""
-    source = fingerprint.of_code(Path(__file__).parent)
-    yield Finding(OK, "magicdec", f"{VERSION}, source {source}")
+    yield Finding(OK, "magicdec", f"{VERSION}, source {PACKAGE_HASH}")
     yield Finding(
         OK, "Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     )

@@ -26,6 +26,9 @@ SECRET = re.compile(
 SHORTEST_SECRET = 8
 # A name or a password in the address of a server, as in http://me:password@host.
 LOGIN = re.compile(r"://[^/?#\s]*@")
+# The same in a key that is an address: whoever has not escaped a password may have any character
+# in it.
+LOGIN_IN_ADDRESS = re.compile(r"://\S*@")
 MOST_HOURS = 24  # of the requests of one level of load
 ONLY_AUTO = ("scenario.precision", "scenario.max_minutes")  # read with scenario.repeats=auto
 
@@ -125,8 +128,9 @@ def refuse_secrets(given: Any, key: str = "") -> None:
         for value in given:
             refuse_secrets(value, key or str(value).partition("=")[0])
     elif isinstance(given, str):
-        if LOGIN.search(given):
-            remedy = "use engine.key_variable" if "engine." in key else "leave it out"
+        is_address = "engine." in key
+        if (LOGIN_IN_ADDRESS if is_address else LOGIN).search(given):
+            remedy = "use engine.key_variable" if is_address else "leave it out"
             raise UserError(f"{key}: a name or password in the address would be stored; {remedy}")
         for name, secret in os.environ.items():
             if len(secret) >= SHORTEST_SECRET and secret in given and SECRET.match(name):

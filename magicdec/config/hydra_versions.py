@@ -15,7 +15,7 @@ from hydra.version import VersionBase, setbase
 from omegaconf import OmegaConf
 
 IS_1_3 = hydra.__version__.startswith("1.3.")
-# Hydra 1.3 behaves like the version that it is asked for. Hydra 1.4 does not like to be asked.
+# Hydra 1.3 behaves like the version that it is asked for. Hydra 1.4 warns whoever asks.
 BEHAVIOUR = "1.3"
 
 

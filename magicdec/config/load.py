@@ -63,8 +63,8 @@ def load(cfg: DictConfig, hydra_cfg: DictConfig | None = None) -> Config:
     _complete_models(plain, hydra_cfg)
     for group in OPEN:
         _keep_own_keys(plain[group], group, group)
-    if plain["draft"].get("cache"):
-        _keep_own_keys(plain["draft"]["cache"], "cache", "draft.cache")
+    if isinstance(inner := plain["draft"].get("cache"), dict):
+        _keep_own_keys(inner, "cache", "draft.cache")
     try:
         config = parse(Config, plain)
     except BadValue as error:

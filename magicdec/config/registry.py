@@ -182,6 +182,8 @@ def _chosen(registry: Registry[Any], base: type) -> PlainValidator:
     def typed(given: Any) -> Any:
         if isinstance(given, base):
             return given
+        if not isinstance(given, dict):
+            raise PydanticCustomError("dataclass_type", "no group")
         if (name := given.get(registry.attribute)) is None:
             raise PydanticCustomError(
                 "missing_choice", "missing", {"attribute": registry.attribute}

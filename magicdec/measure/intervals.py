@@ -166,7 +166,7 @@ def speedup_wall(plain_K: ArrayLike, fast_K: ArrayLike) -> Estimate | None:
     """
     plain = np.asarray(plain_K, dtype=np.float64)
     fast = np.asarray(fast_K, dtype=np.float64)
-    # Every row ended at its first token.
+    # A time is 0 where every row ended at its first token.
     if len(plain) < MIN_REPEATS or not (plain.all() and fast.all()):
         return None
     repeats_K = np.log(plain / fast)

@@ -3,17 +3,22 @@
 import ctypes
 import os
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import torch
 
+from magicdec import threads
 from magicdec.architectures.model_config import ModelConfig
 
 try:
     import resource
 except ImportError:  # Windows
     resource = None  # type: ignore[assignment]
+
+
+V1_MEMORY = ("memory.limit_in_bytes", "memory.usage_in_bytes")  # of cgroup v1
 
 
 def kv_bytes(config: ModelConfig, num_tokens: int, dtype: torch.dtype) -> int:
@@ -26,9 +31,8 @@ def available_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + idle
-    if available := proc_bytes("meminfo", "MemAvailable"):
-        return available
-    return total_bytes(device)
+    available = proc_bytes("meminfo", "MemAvailable") or total_bytes(device)
+    return min([available, *(max(0, limit - used) for limit, used in _cgroup_memory())])
 
 
 def total_bytes(device: torch.device) -> int:
@@ -36,10 +40,24 @@ def total_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
     if total := proc_bytes("meminfo", "MemTotal"):
-        return total
+        return min([total, *(limit for limit, _ in _cgroup_memory())])
     if not hasattr(os, "sysconf"):  # Windows: refuse no run
         return sys.maxsize
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _cgroup_memory() -> Iterator[tuple[int, int]]:
+    """Yield the limit of this process's cgroup, and of each around it, and what it has taken, in
+    bytes. Pages of files that were not used lately do not count: the system takes them back.
+    """
+    for folder in threads.cgroups("memory"):
+        for names in (("memory.max", "memory.current"), V1_MEMORY):
+            with suppress(OSError, ValueError):  # another version; "max" is no limit
+                limit, used = [int((folder / name).read_text()) for name in names]
+                statistics = (folder / "memory.stat").read_text().split()
+                of_name = dict(zip(statistics[::2], statistics[1::2], strict=False))
+                idle = of_name.get("total_inactive_file") or of_name.get("inactive_file") or 0
+                yield limit, used - int(idle)
 
 
 def reserved_bytes(device: torch.device) -> int:

@@ -141,7 +141,7 @@ class EndpointRequest(Request):
     @property
     @override
     def num_tokens(self) -> int:
-        """The number of new tokens so far. A counter may lag behind those that have arrived."""
+        """Return the new tokens so far. A counter may lag behind those that have arrived."""
         counted = self._usage.completion_tokens if self._usage else None
         return max(counted or 0, self._num_told)
 

@@ -1,5 +1,5 @@
 """llama.cpp's server in a worker's process (see worker.py), or for requests under load (see
-server.py).
+started_server.py).
 """
 
 import http.client

@@ -267,8 +267,15 @@ class WorkerPeer(Peer):
         if kept.exists():
             return kept
         to_stderr(f"converting {folder} for {self.title} ({dtype}), once, into {kept}")
-        cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache) as temporary:
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+            folder_of_conversion = tempfile.TemporaryDirectory(dir=cache)
+        except OSError as error:
+            raise WorkerFailed(
+                f"engine.name={self.name}: {cache} cannot be written: {error.strerror}; name a"
+                " folder with XDG_CACHE_HOME"
+            ) from None
+        with folder_of_conversion as temporary:
             made = Path(temporary, kept.name)
             environment = os.environ | {"HF_HUB_OFFLINE": "1"}
             command = [self._python, "-I", *self.conversion(folder, made)]

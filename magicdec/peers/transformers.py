@@ -66,7 +66,7 @@ class TokenBursts(StoppingCriteria):
 
     @property
     def seconds(self) -> list[float]:
-        """Seconds from the start to each burst."""
+        """Return the seconds from the start to each burst."""
         return self._clock.seconds()
 
 

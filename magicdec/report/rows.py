@@ -27,6 +27,7 @@ FACTS = frozenset(
         "reason",
         "attempt",
         "started",
+        "resumed",
         "finished",
         "host",
         "pid",
@@ -107,7 +108,7 @@ def rows_of_file(path: Path) -> list[Row]:
 
     A server counts as speculative if the file reports acceptance. Raise UserError for other files.
     """
-    # Here, because trackers import this module.
+    # Here, because only the files of load generators need it.
     from magicdec.peers.results.read import read_results
 
     tool, levels = read_results(path)

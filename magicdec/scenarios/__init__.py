@@ -143,7 +143,7 @@ def _settings(config: Config, job: Job) -> dict[str, Any]:
 
 def _losses(plan: "Plan") -> list[str]:
     """Return a warning about a run that is predicted not to pay."""
-    # Whose machines have no datasheet.
+    # CPUs have no datasheet, and peers no predictions.
     if not plan.config.compares_natively or plan.device.type == "cpu":
         return []
     # Here, because most runs need no cost model before they have ended.
@@ -278,6 +278,7 @@ def _failures(
     scenario: Scenario, plan: "Plan", this: Run, settings: dict[str, Any], live: Live
 ) -> Iterator[None]:
     """Mark a run that fails within as failed, with what it has measured so far, and log it."""
+    was_done = this.result["status"] == "done"  # in an earlier session, which has logged it
     try:
         yield
     except BaseException as error:
@@ -285,7 +286,6 @@ def _failures(
         reason, kind = reason_of(error, plan.config)
         kept = _so_far(scenario, plan, this)
         this.fail(reason, kind, kept.history, kept.metrics, kept.generations)
-        was_done = this.result["status"] == "done"  # and has been logged
         if live.is_shown or (is_logged(this.result) and not was_done):
             for warning in filter(
                 None, (logged.warning for logged in log_run(this.folder, settings, this.result))

@@ -96,7 +96,7 @@ def run(plan: Plan, run: "Run", progress: Progress) -> Outcome:
         profiles = number == batches[-1] and not profile
         if not (profiles or session.lacks_units(number) or session.lacks_audit(number)):
             continue
-        # Or the caches of two would be held at once.
+        # Close each batch: the caches of two may not fit.
         with closing(_opened(session, engine, number)) as batch:
             _decode(session, batch, number)
             if session.lacks_audit(number):

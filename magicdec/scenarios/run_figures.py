@@ -38,7 +38,7 @@ class Figures:
         speculative = self.repeats.generations("speculative")
         if not speculative:
             return 0
-        # All rows ended at once.
+        # There are no whole rounds where all rows ended with their first token.
         return metrics.usual_gamma(speculative) or self.plan.config.gammas[-1]
 
     @property

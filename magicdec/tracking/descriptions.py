@@ -42,7 +42,7 @@ def described_models(config: Mapping[str, Any]) -> str:
     parts = [model_label(target["name"], target.get("path"))]
     if draft["name"] == "none":
         return ", ".join([*parts, "autoregressive alone"])
-    # Of a plugin's draft.
+    # A plugin's draft that is not imported has the general facts.
     facts = DRAFTS[draft["name"]].facts if draft["name"] in DRAFTS else DraftConfig
     parts += [facts.described(facts.title, draft)]
     parts += [draft["quantization"]] if draft.get("quantization", "none") != "none" else []

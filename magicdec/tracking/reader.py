@@ -86,18 +86,6 @@ def find_run(name: str, runs_dir: Path) -> dict[str, Any]:
     return load_run(folders[0])
 
 
-def find_done(runs_dir: str | Path, run_id: str, software: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the result of the latest attempt that is done with this software ({}: any), or {} if
-    there is none.
-    """
-    results = (
-        read_result(folder) | {"id": folder.name} for folder in reversed(attempts(runs_dir, run_id))
-    )
-    return next(
-        (r for r in results if r.get("status") == "done" and software.items() <= r.items()), {}
-    )
-
-
 def latest(runs: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return one attempt of each run: the last that is done, or else the last. Leave out runs that
     were mistyped.

@@ -78,7 +78,7 @@ class Run:
         line.
         """
         earlier = attempts(runs_dir, run_id)
-        # But we hold its lock.
+        # We hold its lock: the process that ran it was killed.
         if earlier and (last := read_result(earlier[-1])).get("status") == "running":
             cls(runs_dir, earlier[-1].name, last).fail(lost(last), "interrupted")
         number = 1 + (number_of(earlier[-1].name) if earlier else 0)
@@ -236,8 +236,8 @@ class Run:
         last one.
         """
         finished = _now()
-        if self.result.get("pid") != os.getpid() and self.facts.get("pid") != os.getpid():
-            return {"finished": finished}  # nobody knows when it was killed
+        if not self.facts:  # another process has run it, and nobody knows when it was killed
+            return {"finished": finished}
         begun = self.facts.get("resumed") or self.result["started"]
         took = (datetime.fromisoformat(finished) - datetime.fromisoformat(begun)).total_seconds()
         return {"finished": finished, "duration_s": took + self.seconds_before}

@@ -1,9 +1,10 @@
 """The record of a sweep: a line per job in <runs_dir>/sweeps/<name>/jobs.jsonl.
 
 Also the environment variables and exit codes by which launchers (hydra_plugins/) and their jobs
-(launch.py) communicate.
+(magicdec/cli.py) communicate.
 """
 
+import errno
 import json
 import os
 import re
@@ -16,7 +17,8 @@ from magicdec.errors import JobFailed, to_stderr
 from magicdec.tracking.run_files import JOB_LINE, JobLine, read_lines
 
 JOBS = "jobs.jsonl"
-# Before the name of a sweep, in that of its folder.
+# Before the name of a sweep, in that of its folder: with microseconds, so that no two share one.
+TIME = "%Y-%m-%d_%H-%M-%S-%f"
 STAMP = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d(?:-\d+)?_")
 STOPPED = "stopped"  # a file: a job has failed under sweep.fail_fast
 # The environment of a job: its number and the sweep's folder.
@@ -49,9 +51,15 @@ def record(
     content = {"job": number, "id": attempt_id, "overrides": list(overrides), "before": before}
     line = json.dumps(content) + "\n"
     sweep_dir.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(sweep_dir / JOBS, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    path = sweep_dir / JOBS
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
     try:
-        os.write(descriptor, line.encode())
+        size = os.fstat(descriptor).st_size
+        if size and os.pread(descriptor, 1, size - 1) != b"\n":  # a full disk has torn a line
+            line = "\n" + line
+        encoded = line.encode()
+        if os.write(descriptor, encoded) < len(encoded):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
     finally:
         os.close(descriptor)
 

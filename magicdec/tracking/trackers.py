@@ -3,7 +3,6 @@
 A run's folder is complete before a tracker reads it, so that a tracker which fails loses nothing.
 """
 
-import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -20,6 +19,7 @@ from magicdec.inputs import plugins
 from magicdec.inputs.rules import did_you_mean
 from magicdec.tracking import loggers
 from magicdec.tracking.run_files import ROW, read_lines
+from magicdec.tracking.whole_files import json_line
 from magicdec.units import LOADS
 
 log = logging.getLogger(__name__)
@@ -142,7 +142,7 @@ class Live:
         """Add the seconds since the run began, keep the line, and show it."""
         line = {"live/seconds": perf_counter() - self._start} | dict(line)
         with suppress(OSError), self._path.open("a", encoding="utf-8") as file:  # a full disk
-            file.write(json.dumps(line) + "\n")
+            file.write(json_line(line))
         if self._followers is None:
             self._followers = list(self._opened())
         for follower in list(self._followers):

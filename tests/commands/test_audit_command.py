@@ -125,6 +125,7 @@ def test_verdicts(tokens, before, after, verdict, at):
         ("", "holds no row"),
         ('{"autoregressive": [1], "speculative": [1]}', "data.save_prompts=true"),
         ('{"prompt": [], "autoregressive": [1], "speculative": [1]}', "holds no row"),
+        ('{"prompt": "", "autoregressive": [1], "speculative": [1]}', "row 0: its prompt has no"),
         (
             '{"prompt": [1], "autoregressive": [1], "speculative": [9999]}',
             "row 0: holds a token outside",

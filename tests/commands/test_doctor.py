@@ -17,6 +17,7 @@ from magicdec.errors import UserError
 from magicdec.measure import ceilings, system
 from magicdec.models import parallel
 from magicdec.scenarios.ranks import on_ranks
+from magicdec.tracking.software import software
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -39,6 +40,7 @@ def test_a_machine_without_a_gpu_is_healthy(capsys):
     assert doctor.main([]) == 0
     shown = capsys.readouterr().out
     for words in (
+        software()["source"],
         "attention=sdpa",
         "is for NVIDIA GPUs",
         "are those without",

@@ -398,6 +398,7 @@ def test_a_project_that_wandb_would_refuse_is_a_mistake(name):
         ("hierarchical", "draft.cache.budget=0", "must be above draft.cache.num_sink=4"),
         ("hierarchical", "draft.gamma=6", "must be below draft.cache.budget=6"),
         ("hierarchical", "draft.cache.num_sink=-1", "must be at least 0"),
+        ("hierarchical", "draft.cache=streaming", "cannot be set as a whole"),
     ],
 )
 def test_the_model_and_the_inner_cache_of_a_draft_obey_the_same_rules(draft, mistake, rule):

@@ -8,7 +8,9 @@ import weakref
 import pytest
 import torch
 
+from magicdec import threads
 from magicdec.engine.native import warm_up
+from magicdec.measure import memory_use
 from magicdec.measure.memory_use import Peak
 from tests.small import drafting, small_model
 
@@ -39,3 +41,38 @@ def test_a_closed_batch_holds_no_memory():
         assert cache() is None
     finally:
         gc.enable()
+
+
+MEMORY_V2 = {"memory.max": "max\n", "memory.current": "900\n", "memory.stat": "inactive_file 100\n"}
+
+
+@pytest.mark.parametrize(
+    ("files", "free", "total"),
+    [
+        (MEMORY_V2, None, None),
+        (MEMORY_V2 | {"memory.max": "1000\n"}, 200, 1000),
+        (MEMORY_V2 | {"memory.max": "700\n"}, 0, 700),
+        (
+            {
+                "memory.limit_in_bytes": "1000\n",
+                "memory.usage_in_bytes": "900\n",
+                "memory.stat": "inactive_file 7\ntotal_inactive_file 300\n",
+            },
+            400,
+            1000,
+        ),
+        ({}, None, None),
+    ],
+)
+def test_a_container_has_the_memory_of_its_limit(files, free, total, tmp_path, monkeypatch):
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(threads, "cgroups", lambda _: [])
+    whole = memory_use.total_bytes(cpu)
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(threads, "cgroups", lambda _: [tmp_path])
+    assert memory_use.total_bytes(cpu) == (whole if total is None else total)
+    if free is None:
+        assert memory_use.available_bytes(cpu) > 1 << 20
+    else:
+        assert memory_use.available_bytes(cpu) == free

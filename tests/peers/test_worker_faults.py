@@ -186,3 +186,10 @@ def test_the_run_is_marked_as_failed(tmp_path, monkeypatch):
         == "engine.name=vllm: the worker ended (exit code 7); its last words: no more"
     )
     assert "a\nno more" in (path.parent / "log.txt").read_text()
+
+
+def test_a_cache_that_cannot_be_written_is_a_line(peer, tmp_path, monkeypatch):
+    (tmp_path / "caches").write_text("a file")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    with refusal("engine.name=vllm: ", "caches/magicdec/converted cannot be written: Not a dir"):
+        peer().converted(str(TINY / "target"), ".one")

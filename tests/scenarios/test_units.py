@@ -10,6 +10,7 @@ from statistics import median, stdev
 import numpy as np
 import pytest
 
+from magicdec import scenarios
 from magicdec.measure.intervals import half_width, speedup_wall, t_quantile
 from magicdec.scenarios import Job, compare
 from magicdec.scenarios.stored_units import Stored, Unit, Units
@@ -282,6 +283,20 @@ def test_an_interrupted_run_goes_on_in_its_folder(tmp_path, measure, monkeypatch
     assert "reason" not in done.metrics
     audited = json.loads((done.folder / "audits" / "0.json").read_text())
     assert list(audited) == ["0"]
+
+
+def test_a_run_that_is_stopped_while_it_is_judged_is_done_and_logged(tmp_path, monkeypatch):
+    logged = []
+    monkeypatch.setattr(scenarios, "log_run", lambda folder, *_: logged.append(folder) or [])
+    monkeypatch.setattr(scenarios, "slowness", lambda *_: interrupt())
+    with pytest.raises(KeyboardInterrupt):
+        run_here(tmp_path, "tracker=[wandb]", "wandb.mode=offline")
+    assert only_run(tmp_path)["status"] == "done"
+    assert len(logged) == 1
+
+
+def interrupt():
+    raise KeyboardInterrupt
 
 
 def test_a_session_that_fails_leaves_a_run_done_that_was_done(measure, monkeypatch):

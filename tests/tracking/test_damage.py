@@ -150,7 +150,6 @@ def test_damaged_runs_are_a_line_each_and_the_rest_is_shown(store, run, monkeypa
     for name in names:
         run(show.main, store / name)
         run(report, "compare", store / "a0", store / name, "--all")
-        reader.find_done(store, name, {"source": "x"})
     for number in range(len(names)):
         sweep.attempt_of(store / "sweeps" / "one", number)
     with pytest.raises(JobFailed):

@@ -1,27 +1,10 @@
 """The software of a run: the code, plugins included, the versions and the commit."""
 
 import importlib
-import json
 import subprocess
 
 from magicdec.config import registry
 from magicdec.tracking import software
-from magicdec.tracking.reader import find_done
-from magicdec.tracking.store import Run
-from tests.tracking.sample import CONFIG, finished_run
-
-
-def test_a_done_attempt_is_found_by_its_software(tmp_path):
-    run = finished_run(tmp_path)
-    Run.open(tmp_path, "abc", CONFIG).fail("a bug", "crashed")
-    assert find_done(tmp_path, "abc", software.software())["id"] == "abc"
-    for key in ("source", "python", "torch", "openmp"):
-        (run.folder / "result.json").write_text(json.dumps(run.result | {key: "other"}))
-        assert find_done(tmp_path, "abc", software.software()) == {}
-    assert find_done(tmp_path, "abc", {})["id"] == "abc"
-    finished_run(tmp_path)
-    assert find_done(tmp_path, "abc", software.software())["id"] == "abc-3"
-    assert find_done(tmp_path, "other", {}) == {}
 
 
 def test_a_plugin_is_part_of_the_code(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@ moment.
 """
 
 import errno
+import json
 import os
 import random
 import subprocess
@@ -13,7 +14,9 @@ from textwrap import dedent
 
 import pytest
 
+from magicdec.commands import clean
 from magicdec.errors import UserError
+from magicdec.tracking import sweep
 from magicdec.tracking.reader import iter_runs, load_run
 from magicdec.tracking.store import Run
 from tests.programs import ROOT
@@ -118,3 +121,35 @@ def test_killed_at_any_moment(tmp_path):
             )
             assert [row["number"] for row in rows] == [run.get("number")] * (500 if rows else 0)
             assert run["config"]["number"] == run.get("number", run["config"]["number"])
+
+
+def test_a_line_that_a_full_disk_has_torn_costs_no_other_job(tmp_path):
+    sweep.record(tmp_path, 0, "abc", ["a=1"])
+    with (tmp_path / sweep.JOBS).open("a") as file:
+        file.write('{"job": 1, "id": "de')
+    sweep.record(tmp_path, 2, "fgh", [])
+    assert [(line["job"], line["id"]) for line in sweep.jobs(tmp_path)] == [(0, "abc"), (2, "fgh")]
+
+
+def test_a_run_that_is_deleted_in_part_is_still_known(tmp_path, monkeypatch):
+    """Ctrl-C in the middle: the command can be repeated."""
+    run = finished_run(tmp_path)
+    (run.folder / "result.json").write_text(json.dumps(run.result | FAILED))
+    deleted, unlink = [], Path.unlink
+
+    def interrupted(path):
+        deleted.append(path.name)
+        if path.name == "result.json":
+            raise KeyboardInterrupt
+        unlink(path)
+
+    monkeypatch.setattr(Path, "unlink", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        clean.main([str(tmp_path)])
+    monkeypatch.setattr(Path, "unlink", unlink)
+    assert "history.jsonl" in deleted
+    assert clean.main([str(tmp_path)]) == 0
+    assert not run.folder.exists()
+
+
+FAILED = {"status": "failed", "kind": "invalid", "reason": "mistyped"}

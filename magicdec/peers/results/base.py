@@ -9,8 +9,8 @@ from magicdec.serving.load_generator import PERCENTILES
 
 @dataclass(frozen=True)
 class LoadResult:
-    """A level of load on a server. Metrics are named as in serving/load.py, those of speculation as
-    for a run.
+    """A level of load on a server. Metrics are named as in serving/load_generator.py, those of
+    speculation as for a run.
     """
 
     model: str | None
