@@ -13,7 +13,7 @@ from pydantic.dataclasses import dataclass
 from typing_extensions import override
 
 from magicdec.architectures.hugging_face import from_hugging_face, unread_keys
-from magicdec.architectures.model_config import Layer, ModelConfig, TokenId, Tokens
+from magicdec.architectures.model_config import Layer, ModelConfig, TokenId, Tokens, mismatches
 from magicdec.errors import UserError
 from magicdec.inputs.rules import JSON, STRICT, must, parse
 
@@ -61,7 +61,7 @@ class BlockConfig(ModelConfig):
         """Return the usual draft of a target: five layers of its sizes, over as many of its hidden
         states, evenly spaced.
         """
-        plain = {entry.name: getattr(target, entry.name) for entry in fields(ModelConfig)}
+        plain = target.sizes
         count = min(MOST_TAPS, target.num_layers)
         last = target.num_layers
         plain |= {"num_layers": count, "sliding_layers": (), "sliding_window": None}
@@ -71,14 +71,11 @@ class BlockConfig(ModelConfig):
 
     def check(self, target: ModelConfig) -> None:
         """Raise UserError for a draft that was made for another target."""
-        wrong = [
-            f"{name} {ours:,} against the target's {theirs:,}"
-            for name, ours, theirs in (
-                ("a hidden size of", self.hidden_size, target.hidden_size),
-                ("a vocabulary of", self.vocab_size, target.vocab_size),
-            )
-            if ours != theirs
-        ]
+        sizes = {
+            "hidden size": (self.hidden_size, target.hidden_size),
+            "vocabulary": (self.vocab_size, target.vocab_size),
+        }
+        wrong = list(mismatches(sizes))
         if max(self.taps) > target.num_layers:
             wrong.append(f"layer {max(self.taps)} of {target.num_layers}")
         if self.mask_token_id >= self.vocab_size:
@@ -122,7 +119,7 @@ def block_from(plain: Mapping[str, Any], name: str = "config.json") -> BlockConf
     block_size = nested.block_size or file.block_size
     if block_size is None:
         raise UserError(f"{name}: block_size is missing, next to dflash_config or in it")
-    values = {entry.name: getattr(model, entry.name) for entry in fields(ModelConfig)}
+    values = model.sizes
     return BlockConfig(
         **values,
         block_size=block_size,

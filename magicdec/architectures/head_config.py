@@ -13,7 +13,7 @@ from pydantic.dataclasses import dataclass
 from typing_extensions import override
 
 from magicdec.architectures.hugging_face import WITHOUT_EFFECT, from_hugging_face, unread_keys
-from magicdec.architectures.model_config import Layer, ModelConfig, Vocabulary, Width
+from magicdec.architectures.model_config import Layer, ModelConfig, Vocabulary, Width, mismatches
 from magicdec.errors import UserError
 from magicdec.inputs.rules import JSON, STRICT, must, parse
 
@@ -96,7 +96,7 @@ class HeadConfig(ModelConfig):
     @classmethod
     def like(cls, target: ModelConfig) -> "HeadConfig":
         """Return the usual head of a target: a layer of its sizes."""
-        plain = {entry.name: getattr(target, entry.name) for entry in fields(ModelConfig)}
+        plain = target.sizes
         plain |= {
             "num_layers": 1,
             "sliding_layers": (),
@@ -109,14 +109,11 @@ class HeadConfig(ModelConfig):
 
     def check(self, target: ModelConfig) -> None:
         """Raise UserError for a head that was made for another target."""
-        wrong = [
-            f"{name} {ours:,} against the target's {theirs:,}"
-            for name, ours, theirs in (
-                ("a hidden size of", self.target_hidden_size, target.hidden_size),
-                ("a vocabulary of", self.vocab_size, target.vocab_size),
-            )
-            if ours != theirs
-        ]
+        sizes = {
+            "hidden size": (self.target_hidden_size, target.hidden_size),
+            "vocabulary": (self.vocab_size, target.vocab_size),
+        }
+        wrong = list(mismatches(sizes))
         if max(self.taps, default=0) > target.num_layers:
             wrong.append(f"layer {max(self.taps)} of {target.num_layers}")
         if self.hidden_size != target.hidden_size and not self.own_embedding:
@@ -204,7 +201,7 @@ def head_from(
         return any(name.startswith(prefix) for name in has)
 
     return HeadConfig(
-        **{entry.name: getattr(model, entry.name) for entry in fields(ModelConfig)},
+        **model.sizes,
         draft_vocab_size=file.draft_vocab_size or model.vocab_size,
         target_hidden_size=file.target_hidden_size or model.hidden_size,
         taps=tuple(taps or ()),

@@ -4,8 +4,9 @@ One set of fields covers the Llama, Mistral, Qwen2, Qwen3 and Yi families.
 """
 
 from collections import Counter
-from dataclasses import replace
-from typing import Annotated, Literal
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from typing import Annotated, Any, Literal
 
 from pydantic.dataclasses import dataclass
 
@@ -253,6 +254,11 @@ class ModelConfig:
         kv_fits = self.num_kv_heads % ranks == 0 or ranks % self.num_kv_heads == 0
         return kv_fits and self.num_heads % ranks == 0 and self.intermediate_size % ranks == 0
 
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """Return the values of an architecture's own fields, without those that a subclass adds."""
+        return {entry.name: getattr(self, entry.name) for entry in fields(ModelConfig)}
+
     def layers(self, start: int, end: int) -> "ModelConfig":
         """Return the architecture of layers [start, end) alone."""
         sliding = tuple(i - start for i in self.sliding_layers if start <= i < end)
@@ -261,6 +267,13 @@ class ModelConfig:
     def window_of(self, layer: int) -> int | None:
         """Return the sliding window of a layer in tokens, None if it attends to everything."""
         return self.sliding_window if layer in self.sliding_layers else None
+
+
+def mismatches(pairs: dict[str, tuple[int, int]]) -> Iterator[str]:
+    """Yield where a draft's sizes are not those of its target, by what they are sizes of."""
+    for name, (ours, theirs) in pairs.items():
+        if ours != theirs:
+            yield f"a {name} of {ours:,} against the target's {theirs:,}"
 
 
 def check_ranks(

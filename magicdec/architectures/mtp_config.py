@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from magicdec.architectures.head_config import BOOKKEEPING, layer_of
 from magicdec.architectures.hugging_face import from_hugging_face, unread_keys
-from magicdec.architectures.model_config import Layers, ModelConfig
+from magicdec.architectures.model_config import Layers, ModelConfig, mismatches
 from magicdec.errors import UserError
 from magicdec.inputs.rules import JSON, STRICT, parse
 
@@ -52,21 +52,21 @@ class MtpConfig(ModelConfig):
     @classmethod
     def like(cls, target: ModelConfig) -> "MtpConfig":
         """Return one module of a target: a layer of its sizes."""
-        plain = {entry.name: getattr(target, entry.name) for entry in fields(ModelConfig)}
+        plain = target.sizes
         return cls(**plain | {"num_layers": 1, "sliding_layers": (), "sliding_window": None})
 
     def check(self, target: ModelConfig) -> None:
         """Raise UserError for modules that were made for another target."""
-        for name, ours, theirs in (
-            ("a hidden size of", self.hidden_size, target.hidden_size),
-            ("a vocabulary of", self.vocab_size, target.vocab_size),
-        ):
-            if ours != theirs:
-                raise UserError(
-                    f"draft.model: the modules were made for another target: {name} {ours:,}"
-                    f" against the target's {theirs:,}; set draft.model.path to some for this"
-                    " target, or to null for those in its own checkpoint"
-                )
+        sizes = {
+            "hidden size": (self.hidden_size, target.hidden_size),
+            "vocabulary": (self.vocab_size, target.vocab_size),
+        }
+        if wrong := list(mismatches(sizes)):
+            raise UserError(
+                f"draft.model: the modules were made for another target: {wrong[0]}; set"
+                " draft.model.path to some for this target, or to null for those in its own"
+                " checkpoint"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, config=JSON)
@@ -81,7 +81,7 @@ def mtp_from(plain: Mapping[str, Any], name: str = "config.json") -> MtpConfig:
     """Return the modules that a config.json describes; `name` is what errors call the file."""
     file = parse(MtpFile, plain, where=name)
     model = from_hugging_face(dict(layer_of(plain)) | {"tie_word_embeddings": False}, name)
-    values = {entry.name: getattr(model, entry.name) for entry in fields(ModelConfig)}
+    values = model.sizes
     return MtpConfig(**values | {"num_layers": file.num_nextn_predict_layers})
 
 

@@ -24,7 +24,7 @@ class DraftCache(KVCache, ABC):
 
     settings: CacheConfig  # the keys and the facts of the policy
     phases: int = 1  # kinds of rounds that take turns, each with its own static shape
-    # Of the last tokens, how many score the context before it is loaded: see `load`.
+    # How many of the context's last tokens score its entries before `load`; 0: none.
     observes: int = 0
     per_row: ClassVar[dict[str, int]] = {**KVCache.per_row, "length_B": 0}
 

@@ -14,7 +14,8 @@ from magicdec.models.kv_cache import KVCache
 from magicdec.models.taps import Taps
 from magicdec.models.transformer import Transformer
 
-Advance = Callable[[int], None]  # is called with the number of tokens that are done
+# It is called with what was done since the last call: tokens of a chunk, or 1 for a round.
+Advance = Callable[[int], None]
 
 
 def prefill(

@@ -50,11 +50,11 @@ class State:
         self.round_begin_B = self.num_tokens_B
         self.finished_B = torch.zeros(len(prompts), dtype=torch.bool, device=device)
         self.eos = torch.tensor(eos_token_ids, dtype=torch.int64, device=device)
-        # Every round commits a token to every unfinished row.
-        self.max_rounds = generate_len + SPARE_ROUNDS
         self.round_1 = torch.zeros(1, dtype=torch.int64, device=device)
+        # Every round commits a token to every unfinished row.
+        max_rounds = generate_len + SPARE_ROUNDS
         self.accepted_RB = torch.full(
-            (self.max_rounds, len(prompts)), INACTIVE, dtype=torch.int32, device=device
+            (max_rounds, len(prompts)), INACTIVE, dtype=torch.int32, device=device
         )
         self.committed_RB = torch.zeros_like(self.accepted_RB)
         # Position of the first token whose logits were not finite, of the target and of the draft.

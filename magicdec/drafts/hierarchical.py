@@ -221,6 +221,7 @@ class HierarchicalDraft(SelfDraft):
         buffer.
         """
         written = copy.copy(state)
+        vars(written).pop("inspect", None)  # a compiled one belongs to `state`
         written.num_tokens_B = state.num_tokens_B.clone()  # `round_begin_B` stays where it is
         written.limit_B = state.num_tokens_B + gamma
         written.finished_B = torch.zeros_like(state.finished_B)

@@ -28,8 +28,8 @@ class PromptLookup(DraftConfig):
 
 @DRAFTS.register(PromptLookup)
 class NgramDraft(Draft):
-    """Proposes the continuation of the longest earlier match of a row's last tokens, up to
-    `max_ngram` of them.
+    """A lookup of the longest earlier match of a row's last tokens, up to `max_ngram` of them,
+    whose continuation it proposes.
 
     Of equally long matches the most recent one counts. A continuation that runs into the end of the
     sequence repeats from where it began, and a row without any match repeats its last token: shapes

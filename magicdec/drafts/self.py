@@ -39,8 +39,8 @@ class SelfDraft(ModelDraft):
     ):
         """Take `target_cache`, which has the exact entries of the model's layers."""
         super().__init__(model, cache, spec)
-        self.entries, self.prefilled = target_cache, spec.target_cache
-        self.prefilled.keep_queries(cache.observes)
+        self.entries, self.target_cache = target_cache, spec.target_cache
+        self.target_cache.keep_queries(cache.observes)
 
     @classmethod
     @override
@@ -52,7 +52,7 @@ class SelfDraft(ModelDraft):
     @override
     def last_queries(self) -> LastQueries | None:
         """Return those of the target's layers, of which a draft that skips some has the first."""
-        return self.prefilled.last_queries
+        return self.target_cache.last_queries
 
     @override
     def prefill(self, state: State, progress: Advance | None = None) -> None:

@@ -51,8 +51,8 @@ class StatesDraft(ModelDraft):
         self.taps = Taps(model.config.taps_of(spec.target.config))
         # A round has no use for more modules than it proposes tokens.
         self.refed = self.num_modules = min(model.num_modules, spec.gamma)
-        # The hidden states of the latest tokens of the prompts, whose last one comes last, and what
-        # is not kept.
+        # The hidden states of each prompt's last tokens, in order, and behind them one place for
+        # all others, which is never read.
         rows = len(spec.state.tokens_BS)
         E = model.config.hidden_size
         kept = self.cache.observes + self.num_modules

@@ -80,7 +80,7 @@ def look_up(text_S: Tokens, length: int, suffix: Tokens, gamma: int) -> tuple[To
 
 @DRAFTS.register(SuffixLookup)
 class SuffixDraft(Draft):
-    """Looks up a row's last tokens in the row itself and in earlier requests; the longer match
+    """A lookup of a row's last tokens in the row itself and in earlier requests; the longer match
     decides.
 
     The search runs on the host, before each round: this is the only draft whose rounds wait for the

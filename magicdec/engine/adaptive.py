@@ -29,7 +29,7 @@ from magicdec.engine.graphs import Cycle
 TIMED_ROUNDS = 3
 # What is believed before the first round, and how many proposals that is worth.
 PRIOR_ALPHA, PRIOR_JUDGED = 0.7, 4.0
-# Rows that "as the proposal before it" is worth, of a proposal that is rarely made.
+# The weight, in rows, of the prior that a proposal is accepted as often as the one before it.
 PRIOR_ROWS = 16.0
 DECAY = 0.95  # of what has been seen, in every round: text changes
 MARGIN = 0.03  # by which another gamma must be better to be switched to

@@ -276,8 +276,7 @@ class Decoder:
                     self.restart(draft)  # capturing and timing run rounds
                 bodies = [partial(self.round, draft, gamma, phase) for phase in range(draft.phases)]
                 before = partial(self._prepare, draft, gamma)
-            # Rows that finish in a rehearsal stay within their buffers; only the rounds are counted
-            # without an end.
+            # Rehearsed rounds stop at each row's limit, but the round counter does not: reset it.
             undo = self.state.forget_rounds
             self._cycles[draft, gamma] = Cycle(
                 [Step(body, self.captures, undo, before) for body in bodies], gamma

@@ -62,7 +62,8 @@ class Captures:
                     cause = error
                     raise
         except Exception as error:
-            torch.cuda.set_stream(current)  # which that end does not come to
+            # Leaving the context raised before it restored the stream.
+            torch.cuda.set_stream(current)
             raise cause or error from None
         return graph.replay
 

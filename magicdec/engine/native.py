@@ -107,7 +107,7 @@ class NativeEngine:
             cache = KVCache(
                 self.target.config, rows, state.max_len + self.slack, self.target.dtype, device
             )
-        drawn = self.draft.drawn(max(self.draft.gammas(self.cache)))
+        drawn = self.draft.drawn(self.gamma)
         gammas = self.draft.gammas(self.cache) if self.draft.gamma == "auto" else ()
         decoder = Decoder(
             self.target, cache, state, sampling, self.hardware.captures, drawn, gammas

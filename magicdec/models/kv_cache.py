@@ -82,8 +82,8 @@ class KVCache:
         self.resting_B: Tensor | None = None  # rows whose output nobody reads: see `resting`
         # How many of a pass's new tokens each row has, the others being padding; None: all.
         self.count_B: Tensor | None = None
-        # Of the last tokens of each row: of how many a prefill shall keep the queries, and what the
-        # last one has kept.
+        # How many of each row's last tokens a prefill keeps the queries of, and those that the
+        # latest prefill kept.
         self.num_queries = 0
         self.last_queries: LastQueries | None = None
         self._rows_B1 = torch.arange(num_rows, device=device)[:, None]
@@ -269,7 +269,8 @@ class KVCache:
 
     def rollback(self, lengths_B: Tensor) -> None:
         """Drop everything behind the first `lengths_B` tokens of each row. Recurrent states return
-        to where `mark` was called: `lengths_B` must be the lengths there.
+        to where `mark` was called: `lengths_B` must be the lengths there. Raise RuntimeError for
+        states that were never marked.
         """
         self.seqlens_B.copy_(lengths_B)
         if self.states is not None:

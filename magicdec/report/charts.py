@@ -12,7 +12,7 @@ from typing import Any
 
 import altair as alt
 
-GREY, NOISY = "#8b929e", "#d55e00"
+GREY, NOISY_COLOUR = "#8b929e", "#d55e00"
 # Distinguishable without red and green, and in grey print by the shapes that come with them.
 COLOURS = ["#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", GREY, "#7a5195"]
 BREAK_EVEN = {"strokeDash": [4, 3], "color": GREY}
@@ -20,7 +20,7 @@ SHAPES = ["circle", "square", "triangle-up", "diamond", "cross", "triangle-down"
 KINDS = ("number", "log", "word")  # of values: on a linear axis, on a logarithmic one, side by side
 PARTS = ("drafting", "verification", "rest of the round")
 UNITS = ("ms per round", "vs autoregressive")
-APART = 0.05  # of the x axis, for all series of a place
+SERIES_GAP = 0.05  # of the x axis, for all series of a place
 SIZE = (440, 280)  # of a figure, in points
 Spec = dict[str, Any]
 Chart = Any  # Altair's
@@ -57,7 +57,7 @@ def _beside(base: Chart, is_log: bool) -> Chart:
     ranked = base.transform_window(rank="dense_rank()", sort=order).transform_joinaggregate(
         ranks="max(rank)", least="min(x)", most="max(x)"
     )
-    share = f"{APART} * (datum.rank / (datum.ranks + 1) - 0.5)"
+    share = f"{SERIES_GAP} * (datum.rank / (datum.ranks + 1) - 0.5)"
     if is_log:
         return ranked.transform_calculate(at=f"datum.x * pow(datum.most / datum.least, {share})")
     return ranked.transform_calculate(at=f"datum.x + (datum.most - datum.least) * {share}")
@@ -119,7 +119,7 @@ def line(x: str = "number", series: str = "word") -> Chart:
         base.mark_point(filled=True, size=55, opacity=1).encode(
             **at, y=up, color=colour, shape=shape, tooltip=tips),
         base.transform_filter("datum.noisy")
-        .mark_text(text="!", dx=9, dy=-7, fontWeight="bold", color=NOISY, size=13).encode(**at, y=up),  # noqa: E501
+        .mark_text(text="!", dx=9, dy=-7, fontWeight="bold", color=NOISY_COLOUR, size=13).encode(**at, y=up),  # noqa: E501
     ]  # fmt: skip
     if x != "word":
         dash = alt.StrokeDash("kind:N", title=None, sort=None, legend=None)
@@ -220,7 +220,7 @@ def parts(unit: str) -> Chart:
     tokens = base.transform_aggregate(tokens="mean(tokens)", groupby=["x", "kind"])
     return alt.layer(
         bars.mark_bar().encode(x=x, xOffset=inner, y=up, color=colour, opacity=faint, tooltip=tips),
-        tokens.mark_tick(thickness=3, color=NOISY).encode(x=x, xOffset=inner, y="tokens:Q"),
+        tokens.mark_tick(thickness=3, color=NOISY_COLOUR).encode(x=x, xOffset=inner, y="tokens:Q"),
     )
 
 

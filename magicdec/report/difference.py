@@ -11,7 +11,7 @@ from rich.text import Text
 from magicdec.measure.trust import BASELINE, NOISY, noise
 from magicdec.report.query import MAIN_METRICS
 from magicdec.report.rows import FACTS, keys_of
-from magicdec.report.terminal import PREDICTED, WIDTH_OF_A_PIPE, marked
+from magicdec.report.terminal import ONLY_PREDICTED, WIDTH_OF_A_PIPE, marked
 from magicdec.report.verdict import verdicts
 from magicdec.tracking.cells import new_table
 from magicdec.tracking.columns import Row, is_setting
@@ -37,7 +37,7 @@ CHANGE_WIDTH = 17  # of the column with the changes, and of the gaps between all
 # Settings that autoregressive decoding does not read.
 NOT_OF_BASELINE = ("draft.", "cache.", "scenario.")
 MAIN = frozenset(
-    [*(MAIN_METRICS.keys() - PREDICTED), "alpha", "speedup_wall", "memory/peak_gib"]
+    [*(MAIN_METRICS.keys() - ONLY_PREDICTED), "alpha", "speedup_wall", "memory/peak_gib"]
     + [f"{way}/{key}" for way in WAYS for key in SPEEDS]
     + [f"time/{step}_ms" for step in STEPS]
 )

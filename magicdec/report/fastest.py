@@ -34,7 +34,7 @@ GIVEN = (
 )
 # What each speedup compares.
 PER = {"speedup": "row", "speedup_wall": "batch", "speedup_duration": "level"}
-HELD = {
+HELD_IN_WORDS = {
     "target.name": "model",
     "device": "machine",
     "batch.size": "batch",
@@ -170,7 +170,7 @@ class Answer:
             yield ": ".join(filter(None, (self.where(place), self.winner(place))))
         if len(self.places) > MAX_PLACES:
             yield f"and {counted(len(self.places) - MAX_PLACES, 'more place')}: see the report"
-        words = {key: word for key, word in HELD.items() if key in self.held}
+        words = {key: word for key, word in HELD_IN_WORDS.items() if key in self.held}
         held = [f"{word} {cell(self.held[key])}" for key, word in words.items()]
         yield f"held constant: {', '.join(held) or 'nothing'}"
 

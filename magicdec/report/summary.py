@@ -52,10 +52,8 @@ def _log(sweep_dir: Path, runs: Sequence[Mapping[str, Any]], files: Sequence[Pat
     if not runs or "wandb" not in runs[-1]["config"]:
         return
     config = runs[-1]["config"]
-    # A plugin's may be older.
-    trackers = [tracker for tracker in chosen(config) if hasattr(tracker, "log_sweep")]
     for logged in filter(
-        None, (tracker.log_sweep(sweep_dir, config, files) for tracker in trackers)
+        None, (tracker.log_sweep(sweep_dir, config, files) for tracker in chosen(config))
     ):
         if logged.warning:
             to_stderr(f"warning: the report of the sweep: {logged.warning}")

@@ -27,7 +27,7 @@ from magicdec.tracking.columns import Row
 from magicdec.tracking.console import Console
 
 # Of predictions alone: a run that is measured has one gamma, and an alpha.
-PREDICTED = ("predicted/gamma", "predicted/break_even_alpha")
+ONLY_PREDICTED = ("predicted/gamma", "predicted/break_even_alpha")
 PREDICTED_SPEEDUPS = ("predicted/speedup", "predicted/speedup_wall")
 MEASURED = ("speedup", "autoregressive/tokens_per_second")
 MAX_SETTINGS = 6  # columns that say what differs
@@ -125,7 +125,9 @@ def _columns(rows: Sequence[Row], all_keys: Sequence[str], grouped: bool) -> lis
     """Return the columns: settings in which the rows differ, then main metrics."""
     is_measured = any(key in all_keys for key in MEASURED)
     main = [
-        key for key in MAIN_METRICS if key in all_keys and not (is_measured and key in PREDICTED)
+        key
+        for key in MAIN_METRICS
+        if key in all_keys and not (is_measured and key in ONLY_PREDICTED)
     ]
     if grouped:
         named = dict.fromkeys(

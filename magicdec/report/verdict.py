@@ -53,7 +53,7 @@ def estimates(row: Row) -> dict[str, Estimate]:
     ratios = {"acceptance_length": log_ratio(tokens, [*map(len, rounds)])}
     times = [line.get("decode_s") or {} for line in lines]
     timed = [of_row for of_row in times if of_row.keys() >= set(WAYS)]
-    # Of a damaged file, several.
+    # A damaged file may hold different numbers of repeats.
     repeats = {len(seconds) for times in timed for seconds in times.values()}
     if timed and len(timed) == len(lines) and len(repeats) == 1:
         seconds = [np.transpose([times[way] for times in timed]) for way in WAYS]
@@ -61,7 +61,7 @@ def estimates(row: Row) -> dict[str, Estimate]:
             [len(of or ()) - 1 for of in (line.get("autoregressive"), line.get("speculative"))]
             for line in lines
         ]
-        # Without those of a single token.
+        # Rows of a single token have no time per token.
         counts = np.array([row for row in written if min(row) > 0]).reshape(-1, 2).T
         kept = [min(row) > 0 for row in written]
         per_token = (time[:, kept] / count for time, count in zip(seconds, counts, strict=True))

@@ -22,7 +22,7 @@ WORTH = 1.5
 
 
 class Chooser:
-    """Choose the gamma of each round by the time per token; 0 where no speculation pays."""
+    """The choice of each round's gamma by its time per token; 0 where speculation does not pay."""
 
     def __init__(self, gammas: Sequence[int]):
         """Choose among these, which may include 0."""

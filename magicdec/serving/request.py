@@ -31,7 +31,8 @@ class Params:
 
     max_tokens: int = 64
     sampling: Sampling = field(default_factory=Sampling)
-    gamma: int | None = None  # proposals per round that count; the engine's: default and maximum
+    # Proposals per round that count, at most the engine's gamma; None: all of them.
+    gamma: int | None = None
 
     def __post_init__(self) -> None:
         sampling = {
@@ -117,7 +118,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Stats:
-    """The figures of one request, in seconds since it arrived; None for what has not happened yet.
+    """The figures of one request. Times are in seconds; None for what has not happened yet.
 
     A round yields a chunk of one token or more. `time_per_output_token_s` is the mean over the
     tokens after the first (vLLM's TPOT, AIPerf's inter token latency); `inter_chunk_s` the time

@@ -1,8 +1,9 @@
 """Slots: a fixed number of rows on one target and one draft, each held by one request at a time.
 
-A new request allocates nothing: it is prefilled in a batch of its own with a single row, between
+A new request allocates no slot: it is prefilled in a batch of its own with a single row, between
 whose chunks the slots go on decoding, and that row is then copied into a free slot. So a round is
-one captured step over static buffers.
+one captured step over static buffers. An independent draft over a policy that copies its entries
+allocates a cache for the time of its prefill.
 
 B slots, T tokens of a round.
 """
@@ -53,7 +54,7 @@ class SlotState(State):
         """Allocate empty rows; `slack` is that of State."""
         super().__init__([[0]] * num_slots, max_len - 1, slack, (), device)
         self.finished_B.fill_(True)
-        self.max_rounds = 1  # only the last one's counters are kept
+        # Only the last round's counters are kept.
         self.accepted_RB, self.committed_RB = (
             self.accepted_RB[:1].clone(),
             self.committed_RB[:1].clone(),

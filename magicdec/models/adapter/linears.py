@@ -25,12 +25,12 @@ class OperatorLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The weight of the layer that it stands for."""
+        """Return the weight of the layer that it replaces."""
         return self.plain_linear.weight
 
     @property
     def bias(self) -> Tensor | None:
-        """The bias of the layer that it stands for."""
+        """Return the bias of the layer that it replaces."""
         return self.plain_linear.bias
 
     @override
