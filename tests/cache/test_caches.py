@@ -13,11 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from magicdec.architectures.model_config import ModelConfig
-from magicdec.cache.compact import CompactCache
+from magicdec.cache.compact import CompactCache, wide
+from magicdec.cache.draft_cache import DraftCache
+from magicdec.cache.dynamic import DynamicCache
 from magicdec.cache.streaming import Streaming, StreamingCache
 from magicdec.cache.window import WindowCache
 from magicdec.config.choices import CacheSpec
+from magicdec.config.registry import POLICIES
 from magicdec.models.kv_cache import KVCache
+from tests.small import cache_config
 
 CONFIG = ModelConfig(
     10, 8, 8, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=2, max_position_embeddings=4096
@@ -173,10 +177,77 @@ def test_sinks_move_along_with_the_window(num_sink, prompts, chunk, rounds):
     check(cache)
 
 
-@pytest.mark.parametrize("missing", ["fixed_slots", "select"])
-def test_a_policy_that_lacks_a_method_says_which(missing):
-    methods = {name: lambda *_: 0 for name in ("fixed_slots", "select") if name != missing}
-    unfinished = type("Unfinished", (CompactCache,), methods)
+MISSING = [(CompactCache, "fixed_slots"), (CompactCache, "select"), (DynamicCache, "select")]
+MISSING += [(DraftCache, name) for name in ("load", "for_prefill", "take", "set_length")]
+
+
+@pytest.mark.parametrize(("base", "missing"), [*MISSING, (DraftCache, "committed_slots_B")])
+def test_a_policy_that_lacks_a_method_says_which(base, missing):
+    methods = {name: lambda *_: 0 for name in base.__abstractmethods__ if name != missing}
+    unfinished = type("Unfinished", (base,), methods)
     spec = CacheSpec(Streaming(budget=8), 1, 16)
     with pytest.raises(TypeError, match=rf"abstract method '?{missing}\b"):
         unfinished.build(spec, CONFIG, ROWS, torch.float32, "cpu", None)
+
+
+def test_selected_slots_outside_of_a_source_become_its_first_and_its_last():
+    class Outside(CompactCache):
+        def fixed_slots(self, budget):
+            return 2
+
+        def select(self, layer, source, scores_LBKS):
+            return torch.tensor([-5, 999]).expand(ROWS, 1, 2)
+
+    spec = CacheSpec(Streaming(budget=6), 1, 20)
+    cache = Outside.build(spec, CONFIG, ROWS, torch.float32, "cpu", None)
+    target = KVCache(CONFIG, ROWS, 20, torch.float32, "cpu")
+    write(target, [list(range(20))] * ROWS)
+    cache.load(target)
+    assert [sorted(held(cache, row)) for row in range(ROWS)] == [[0, 16, 17, 18, 19, 19]] * ROWS
+
+
+def loaded(policy: str, budget: int, lengths: list[int]) -> DraftCache:
+    """Return a policy's cache of a target whose entries are numbered by position."""
+    generator = torch.Generator().manual_seed(0)
+    target = KVCache(CONFIG, ROWS, 44, torch.float32, "cpu")
+    write(target, [list(range(44))] * ROWS)
+    target.rollback(torch.tensor(lengths, dtype=torch.int32))
+    spec = CacheSpec(cache_config(policy, budget=budget, num_sink=2, recent=3), 3, 40)
+    cache = POLICIES[policy].work.build(spec, CONFIG, ROWS, torch.float32, "cpu", target)
+    cache.load(target, torch.rand(CONFIG.num_layers, ROWS, 1, 44, generator=generator))
+    return cache
+
+
+@pytest.mark.parametrize("policy", ["h2o", "random", "snapkv", "streaming", "window"])
+def test_entries_stay_in_the_slots_of_their_positions_up_to_the_whole_budget(policy):
+    cache = loaded(policy, 11, [11, 10, 12])
+    assert [held(cache, row) for row in (0, 1)] == [list(range(11)), list(range(10))]
+    assert cache.k_LBKSD[0, 2, 0, :11, 0].unique().numel() == 11
+    assert cache.positions_BT(1).tolist() == [[11], [10], [12]]
+
+
+@pytest.mark.parametrize("policy", list(POLICIES))
+def test_a_row_is_emptied_and_the_others_stay(policy):
+    cache = loaded(policy, 40, [20, 9, 33])
+    cache.clear_row(1)
+    assert cache.length_B.tolist() == [20, 0, 33]
+    for level in getattr(cache, "levels", [cache]):
+        assert level.seqlens_B.tolist() == [20, 0, 33]
+
+
+@pytest.mark.parametrize(
+    ("dim", "dtype", "count"),
+    [
+        (2, torch.float32, 2),
+        (4, torch.float32, 1),
+        (6, torch.float32, 6),
+        (20, torch.float32, 5),
+        (8, torch.bfloat16, 1),
+        (14, torch.bfloat16, 14),
+        (32, torch.bfloat16, 4),
+    ],
+)
+def test_entries_are_moved_16_bytes_at_a_time_where_they_fit(dim, dtype, count):
+    entries = torch.zeros(3, dim, dtype=dtype)
+    assert wide(entries).shape == (3, count)
+    assert wide(entries).data_ptr() == entries.data_ptr()

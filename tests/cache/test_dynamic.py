@@ -34,10 +34,12 @@ SIZES |= {
 }
 
 
-def random_target(lengths: list[int], generator: torch.Generator, window: int | None) -> KVCache:
+def random_target(
+    lengths: list[int], generator: torch.Generator, window: int | None, slots: int = S
+) -> KVCache:
     """Return random entries. A window is that of the second layer, which the tests look at."""
     config = replace(CONFIG, sliding_window=window, sliding_layers=(1,) if window else ())
-    target = KVCache(config, B, S, torch.float32, "cpu")
+    target = KVCache(config, B, slots, torch.float32, "cpu")
     target.k_LBKSD.normal_(generator=generator)
     target.v_LBKSD.normal_(generator=generator)
     target.rollback(torch.tensor(lengths, dtype=torch.int32))
@@ -230,3 +232,55 @@ def test_a_selection_is_that_of_one_draft_step(policy, monkeypatch):
     assert chosen == [
         (layer, (2, 1, cache.config.num_heads, cache.config.head_dim)) for layer in range(2)
     ]
+
+
+def test_a_selection_is_timed_with_the_latest_keys_as_queries(monkeypatch):
+    """Those of the last committed token, repeated for the query heads of a KV head."""
+    target = random_target([20, 1], torch.Generator().manual_seed(0), None)
+    spec = CacheSpec(TopK(budget=8), 2, 56)
+    cache = TopKCache.build(spec, target.config, B, torch.float32, "cpu", target)
+    cache.load(target)
+    selecting = []
+    monkeypatch.setattr(cache, "select", lambda *arguments: selecting.append(arguments))
+    cache.reselect(SdpaAttention())
+    assert [layer for layer, *_ in selecting] == [0, 1]
+    for layer, q_BTHD, _, plan in selecting:
+        assert plan.num_new == q_BTHD.shape[1] == 1
+        assert plan.seqlens_B.tolist() == [21, 2]
+        for row, last in ((0, 19), (1, 0)):
+            keys = target.k_LBKSD[layer, row, :, last].tolist()
+            assert q_BTHD[row, 0].tolist() == [keys[0], keys[0], keys[1], keys[1]]
+
+
+def test_verify_guided_selects_by_verifications_of_this_context_alone():
+    """A new context is not refreshed by the scores of the last one. Selecting for timing is."""
+    generator = torch.Generator().manual_seed(0)
+    target = random_target([30, 12], generator, None)
+    old, new = torch.rand(2, L, B, K, S, generator=generator)
+    spec = CacheSpec(VerifyGuided(budget=8), 2, 56)
+    cache, by_new = (
+        VerifyGuidedCache.build(spec, target.config, B, torch.float32, "cpu", target)
+        for _ in range(2)
+    )
+    assert (cache.read_LBKN == -1).all(), "nothing is read before the first selection"
+    assert cache.num_bytes == L * B * K * (8 + 3) * 8
+    watched = cache.watch(target, phase=0)
+    assert cache.num_bytes == L * B * K * ((8 + 3) * 8 + S * 4)
+    watched.scores_LBKS.copy_(new)
+    watched.attention = SdpaAttention()
+    cache.load(target, old)
+    chosen = cache.read_LBKN.clone()
+    cache.take(target, cache.length_B, torch.zeros(B, dtype=torch.int32), 3)
+    assert torch.equal(cache.read_LBKN, chosen)
+    by_new.load(target, new)
+    cache.reselect(SdpaAttention())
+    assert torch.equal(cache.read_LBKN.sort().values, by_new.read_LBKN.sort().values)
+    assert not torch.equal(cache.read_LBKN.sort().values, chosen.sort().values)
+
+
+def test_each_verification_counts_its_own_first_and_last_token():
+    """Whatever the size of the one before."""
+    observed = ObservedCache(random_target([20, 9], torch.Generator().manual_seed(3), None))
+    for counted in ([1, 0, 0, 1], [1, 1], [1], [1, 0, 1]):
+        observed.plan(SdpaAttention(), len(counted), torch.float32)
+        assert observed.reads(0).counted_BT.int().tolist() == [counted] * B

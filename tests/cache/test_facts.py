@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from magicdec.architectures.model_config import ModelConfig
+from magicdec.cache.quantized import Quantized, QuantizedCache
 from magicdec.config.choices import CacheSpec, ModelChoice
 from magicdec.config.registry import POLICIES
 from magicdec.costmodel.hardware import hardware_named
@@ -53,7 +54,7 @@ def case(draft: str, policy: str, budget: int) -> tuple[Setup, CacheSpec, KVCach
     return setup, spec, None if draft == "model" else whole
 
 
-@pytest.mark.parametrize("budget", [64, 900, 5000])
+@pytest.mark.parametrize("budget", [71, 903, 5000])
 @pytest.mark.parametrize(("draft", "policy"), CASES)
 def test_what_is_predicted_is_what_is_allocated(draft, policy, budget):
     setup, spec, whole = case(draft, policy, budget)
@@ -74,7 +75,7 @@ def test_what_is_predicted_is_what_is_allocated(draft, policy, budget):
 
 @pytest.mark.parametrize("policy", [policy for draft, policy in CASES if draft == "model"])
 def test_what_a_prefill_holds_is_predicted(policy):
-    setup, spec, _ = case("model", policy, 64)
+    setup, spec, _ = case("model", policy, 71)
     cache = POLICIES[policy].work.build(spec, SMALLER, ROWS, torch.float32, "meta", None)
     with Allocations() as allocations:
         prefilled = cache.for_prefill(GAMMA + 1)
@@ -82,3 +83,13 @@ def test_what_a_prefill_holds_is_predicted(policy):
     assert prefilled is not None
     predicted = memory(setup, GAMMA, NEW_TOKENS).transient
     assert 0 <= held - predicted <= ROWS * SMALLER.num_layers * LENGTHS
+
+
+@pytest.mark.parametrize(("bits", "group_size"), [(8, 16), (4, 24), (8, 24), (4, 12)])
+def test_codes_take_what_is_predicted_whatever_their_groups(bits, group_size):
+    """Groups of 24 and 12 divide neither the slots nor the head dim of 16."""
+    spec = CacheSpec(Quantized(budget=64, bits=bits, group_size=group_size), GAMMA, CONTEXT)
+    whole = KVCache(TARGET, ROWS, spec.capacity, torch.float32, "meta")
+    cache = QuantizedCache.build(spec, TARGET, ROWS, torch.float32, "meta", whole)
+    predicted = ROWS * spec.stored_bytes(TARGET, 4, shares_target=True)
+    assert predicted == pytest.approx(cache.num_bytes, rel=1e-12)

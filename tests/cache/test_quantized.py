@@ -158,3 +158,26 @@ def test_a_pass_over_codes_in_cpp(head_dim):
     # The kernel rounds queries and weights to 8 bits: of 400 seeds, the median is 0.019 and the
     # largest 0.076. It does not read the codes of a head dim of 8: the largest is 1.5e-6.
     assert difference < (0.15 if head_dim == 64 else 1e-5)
+
+
+def test_a_round_encodes_all_units_that_it_completes():
+    """Of 20 tokens, which complete two units of 16: the first two of a row, and the next two of
+    the other.
+    """
+    generator = torch.Generator().manual_seed(0)
+    target = KVCache(CONFIG, 2, 90, torch.float32, "cpu")
+    target.rollback(torch.tensor([15, 31], dtype=torch.int32))
+    spec = CacheSpec(Quantized(budget=1, bits=8, group_size=16), 19, 70)
+    cache, whole = (
+        QuantizedCache.build(spec, CONFIG, 2, torch.float32, "cpu", target) for _ in range(2)
+    )
+    cache.load(target)
+    target.k_LBKSD.normal_(generator=generator)
+    target.v_LBKSD.normal_(generator=generator)
+    whole.load(target)
+    cache.take(target, cache.length_B, torch.tensor([20, 20], dtype=torch.int32), 20)
+    for mine, right in ((cache.k_codes, whole.k_codes), (cache.v_codes, whole.v_codes)):
+        ours, theirs = (codes.decode(1, torch.float32) for codes in (mine, right))
+        for row, slots in ((0, slice(0, 32)), (1, slice(16, 48))):
+            assert torch.equal(ours[row, :, slots], theirs[row, :, slots])
+            assert ours[row, :, slots].any()

@@ -96,3 +96,10 @@ def test_proposals_accepted_are_those_of_a_batch_of_its_own():
     of_row = fast.accepted_RB[:, 2]
     assert alone.accepted_RB[:, 0].tolist() == of_row[of_row >= 0].tolist()
     assert 0 < of_row[of_row >= 0].float().mean() < 3
+
+
+def test_no_two_layers_share_random_numbers():
+    """Not at other positions either: each number is drawn for one layer, row and position."""
+    cache, slot_S = loaded([50] * B, budget=16), torch.arange(S)
+    numbers = torch.stack([cache._numbers_BS(layer, slot_S) for layer in range(L)])
+    assert numbers.unique().numel() == L * B * S

@@ -157,6 +157,24 @@ def test_pyramidkv_is_snapkv_with_a_budget_per_layer(
     assert cache.committed_slots_B.tolist() == [min(n, max(budgets)) for n in prompts]
 
 
+def test_a_pyramid_reads_the_source_that_it_is_given():
+    """Entries of the second source are numbered from 100 on."""
+    first, second = filled([40, 30]), filled([40, 30])
+    second.k_LBKSD += 100
+    second.v_LBKSD -= 100
+    spec = CacheSpec(PyramidKV(budget=20, observation_window=6), 3, 58)
+    cache = PyramidKVCache.build(spec, CONFIG, B, torch.float32, "cpu", None)
+    scores = torch.rand(L, B, K, S, generator=torch.Generator().manual_seed(0))
+    for source, is_second in ((first, False), (second, True), (first, False)):
+        cache.load(source, scores)
+        for level in cache.levels:
+            assert {token >= 100 for token in held(level, 0, 0, 0)} == {is_second}
+    cache.take(second, cache.length_B, torch.tensor([1, 0], dtype=torch.int32), 4)
+    for level in cache.levels:
+        assert [token for token in held(level, 0, 0, 0) if token >= 100] == [140]
+    assert cache.length_B.tolist() == [41, 30]
+
+
 def published(budget: int, window: int, beta: int, length: int, num_layers: int) -> list[int]:
     """PyramidKV's chosen entries by layer, as its code has them: steps rounded down, so that they
     add up to more.

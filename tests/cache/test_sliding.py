@@ -5,6 +5,8 @@ Values are one-hot at their token's position and queries are zero: the output na
 were seen.
 """
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -156,3 +158,37 @@ def test_no_entry_is_chosen_that_is_out_of_sight(policy, window, budget, lengths
         for row, head in HEADS:
             count = int((seen_BTKS[row, 0, head] > 1e-3).sum()) - 1  # without the token itself
             assert count == min(window - 1, lengths[row], room)
+
+
+def selected(policy: str, window: int, budget: int, scores_LBKS: torch.Tensor) -> DraftCache:
+    """Return a cache of 50 and of 45 tokens."""
+    settings = cache_config(policy, budget=budget, observation_window=6, recent=6, num_sink=2)
+    target = filled(window, [50, 45], torch.Generator().manual_seed(0))
+    spec, work = CacheSpec(settings, GAMMA, MAX_LEN), POLICIES[policy].work
+    cache = work.build(spec, target.config, B, torch.float32, "cpu", None)
+    cache.load(target, scores_LBKS)
+    return cache
+
+
+@pytest.mark.parametrize("policy", ["h2o", "pyramidkv", "random", "snapkv"])
+def test_a_budget_for_more_than_is_in_sight_holds_no_entry_twice(policy):
+    """A window of 4 tokens is within the recent ones, which have the highest scores here."""
+    scores = torch.arange(S).float().expand(L, B, K, S)
+    cache = selected(policy, 4, 20, scores)
+    for layer, (row, head) in itertools.product(SLIDING, HEADS):
+        level = cache.levels[layer] if isinstance(cache, PyramidKVCache) else cache
+        assert len(held(cache, layer, row, head, 0)) == level.budget
+
+
+@pytest.mark.parametrize("policy", ["h2o", "pyramidkv", "snapkv"])
+def test_what_is_in_sight_is_kept_before_what_is_not_even_without_attention(policy):
+    """A window of 24 tokens, all of whose scores are 0; those of all others are 1."""
+    position_S = torch.arange(S)
+    first_B1 = torch.tensor([[50 + 1 - 24], [45 + 1 - 24]])
+    scores_BS = (position_S < first_B1).float()
+    cache = selected(policy, 24, 16, scores_BS[:, None].expand(L, B, K, S))
+    for layer, (row, head) in itertools.product(SLIDING, HEADS):
+        level = cache.levels[layer] if isinstance(cache, PyramidKVCache) else cache
+        tokens = held(cache, layer, row, head, 0)
+        in_sight = {token for token in tokens if token >= int(first_B1[row])}
+        assert len(in_sight) == min(level.budget, 23)
