@@ -6,6 +6,7 @@ import torch
 from magicdec.attention.sdpa import SdpaAttention
 from magicdec.decoding.prefill import prefill
 from magicdec.decoding.scoring import score, score_by_queries
+from magicdec.errors import UserError
 from magicdec.kernels.library import compiler
 from magicdec.models.kv_cache import KVCache
 from magicdec.models.last_queries import MOST_KEPT
@@ -104,3 +105,44 @@ def test_keys_and_queries_alone_give_the_scores_of_attention():
     (plan, *_) = cache.plan(attention, 5, torch.float32)
     _, right = attention.attend_scored(q, k, v, plan, counted_BT)
     assert torch.equal(attention.score_keys(q, k, plan, counted_BT), right)
+
+
+@pytest.mark.parametrize(
+    ("last", "chunks"), [(3, [3]), (4, [4]), (10, [4, 4, 2]), (40, [*[4] * 7, 2])]
+)
+@torch.inference_mode()
+def test_tokens_are_scored_some_at_a_time(last, chunks, monkeypatch):
+    """As many as the attention says, which is told how many scores one of them has. The chunks are
+    reported, and change nothing.
+    """
+    model, tokens_BS, capacity = small_model(), tokens_of(LENGTHS), LONGEST + 8
+    cache = KVCache(model.config, len(LENGTHS), capacity, torch.float32, "cpu")
+    cache.keep_queries(last)
+    prefill(model, cache, tokens_BS, torch.tensor(LENGTHS, dtype=torch.int32), LONGEST, 8)
+
+    def both(progress) -> list[torch.Tensor]:
+        def feed(index_BT, view):
+            model(tokens_BS.gather(1, index_BT), view)
+
+        by_queries = score_by_queries(cache.last_queries, cache, LONGEST, last, progress)
+        return [by_queries, score(model, cache, feed, LONGEST, last, progress)]
+
+    at_once, asked, reported = both(None), [], []
+
+    def scored_tokens(attention, *facts):
+        asked.append(facts)
+        return 4
+
+    monkeypatch.setattr(SdpaAttention, "scored_tokens", scored_tokens)
+    for ours, expected in zip(both(reported.append), at_once, strict=True):
+        torch.testing.assert_close(ours, expected, **CLOSE)
+    assert reported == chunks * 2
+    assert asked == [(len(LENGTHS) * 4 * capacity, torch.float32, 8)] * 2
+
+
+def test_recurrent_layers_cannot_score_a_context_again():
+    model = small_model()
+    cache = KVCache(model.config, 1, 8, torch.float32, "cpu", states=object())
+    words = "running its last 300 tokens again, .* one that scores by at most 256 tokens"
+    with pytest.raises(UserError, match=words):
+        score(model, cache, print, 8, 300)

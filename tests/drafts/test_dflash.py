@@ -234,12 +234,36 @@ def test_independent_places_keep_the_targets_distribution_exactly(monkeypatch):
 def test_gamma_beyond_the_block_is_refused():
     config = small_block(TARGET).config
     draft = Dflash(gamma=12, model=ModelChoice("d", architecture=config))
-    with pytest.raises(UserError, match="blocks of 12 tokens, the last committed one among them"):
+    words = "blocks of 12 tokens, the last committed one among them; choose 11 or less"
+    with pytest.raises(UserError, match=f"^draft.gamma=12: .* {words}$"):
         draft.check(TARGET.config)
     replace(draft, gamma=11).check(TARGET.config)
     other = small_model(hidden_size=64)
     with pytest.raises(UserError, match="made for another target: a hidden size of 32"):
         replace(draft, gamma=3).check(other.config)
+
+
+@pytest.mark.parametrize(
+    ("block_size", "gamma", "gammas"),
+    [
+        (12, "auto", (1, 2, 3, 5, 8)),
+        (9, "auto", (1, 2, 3, 5, 8)),
+        (8, "auto", (1, 2, 3, 5)),
+        (2, "auto", (1,)),
+        (None, "auto", (1, 2, 3, 5, 8)),  # of a block that nothing is known about
+        (8, 7, (7,)),
+        (8, 20, (20,)),  # which is refused
+    ],
+)
+def test_gammas_to_choose_among_fit_into_the_block(block_size, gamma, gammas):
+    model = None
+    if block_size:
+        config = replace(small_block(TARGET).config, block_size=block_size)
+        model = ModelChoice("d", architecture=config)
+    draft = Dflash(gamma=gamma, model=model)
+    assert draft.gammas(POLICIES["full"].facts()) == gammas
+    if gamma != 20:
+        draft.check(TARGET.config)
 
 
 def test_a_mask_token_beyond_the_vocabulary_is_refused():

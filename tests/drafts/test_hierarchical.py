@@ -14,7 +14,7 @@ from magicdec.config.choices import ModelChoice
 from magicdec.config.registry import POLICIES
 from magicdec.decoding.state import State
 from magicdec.drafts import hierarchical
-from magicdec.drafts.hierarchical import Hierarchical
+from magicdec.drafts.hierarchical import Hierarchical, HierarchicalDraft
 from magicdec.models.kv_cache import KVCache
 from magicdec.verification.sampling import Sampling, Use, probabilities
 from tests.chi_square import chisquare
@@ -67,7 +67,61 @@ def test_inner_rounds_end_at_gamma_tokens():
 def test_the_inner_cache_has_the_slots_that_are_declared():
     batch = opened(inner=cache_config("streaming", budget=16, num_sink=2))
     facts = Hierarchical(gamma=6, inner_gamma=2)
+    assert facts.round_slots(6) == 7 + 6 + 2 + 1  # what it lacks, proposals, and an inner round
     assert batch.draft.inner.cache.capacity == 16 + facts.round_slots(6)
+
+
+def test_its_memory_is_that_of_both_levels():
+    """And rounds rest in both."""
+    inner = cache_config("streaming", budget=16, num_sink=2)
+    draft = opened(inner=inner, policy="streaming", budget=24, num_sink=2).draft
+    per_slot = 2 * 2 * TARGET.config.num_kv_heads * TARGET.config.head_dim * 4
+    assert draft.cache_bytes == 2 * per_slot * ((24 + 6 + 2 + 1) + (16 + 16))
+    assert draft.caches == (draft.cache, draft.inner.cache)
+
+
+def test_it_has_a_cache_of_its_own_below_the_targets():
+    outer, inner = cache_config("streaming", budget=24), Full()
+    assert Hierarchical().caches(outer) == {"cache": outer}
+    assert Hierarchical(cache=inner).caches(outer) == {"cache": outer, "draft.cache": inner}
+
+
+@pytest.mark.parametrize(
+    ("inner_gamma", "rounds"),
+    [(1, [1, 2, 2, 3, 4, 4]), (2, [1, 1, 2, 2, 3, 3]), (8, [1] * 5 + [2])],
+)
+def test_inner_rounds_are_enough_if_half_of_their_proposals_are_accepted(inner_gamma, rounds):
+    """Each then yields half of them and a token of its own."""
+    draft = SimpleNamespace(inner_gamma=inner_gamma)
+    assert [HierarchicalDraft.rounds(draft, gamma) for gamma in range(1, 7)] == rounds
+
+
+@torch.inference_mode()
+def test_a_simulated_prefill_leaves_both_levels_as_a_prefill_does():
+    lengths = []
+    for is_simulated in (False, True):
+        batch = opened(prompts=random_prompts([50, 3, 9]), policy="streaming", budget=24)
+        if is_simulated:
+            batch.simulate_prefill()
+        batch.restart()
+        draft = batch.draft
+        lengths.append([cache.length_B.tolist() for cache in (draft.cache, draft.inner.cache)])
+    assert lengths == [[[50, 3, 9], [44, 0, 3]]] * 2
+
+
+@torch.inference_mode()
+def test_inner_rounds_leave_the_committed_tokens_and_the_counters_as_they_are():
+    batch = opened(noisy_copy(TARGET, 0.2))
+    batch.restart()
+    state = batch.decoder.state
+    names = ("num_tokens_B", "limit_B", "finished_B", "accepted_RB", "round_1")
+    before = [getattr(state, name).clone() for name in names]
+    proposal = batch.draft.propose(state, 6)
+    assert all(map(torch.equal, before, [getattr(state, name) for name in names]))
+    assert torch.equal(batch.draft.cache.length_B, state.prompt_len_B)
+    for row, prompt in enumerate(random_prompts([50, 61])):
+        assert state.tokens_BS[row, : len(prompt)].tolist() == prompt
+    assert proposal.tokens_BG.shape == (2, 6)
 
 
 @pytest.mark.parametrize(

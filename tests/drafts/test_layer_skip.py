@@ -1,5 +1,7 @@
 """Layer skipping: a model of the first layers, without a copy of anything."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -37,3 +39,21 @@ def test_layers_that_do_nothing_are_not_missed():
 def test_as_many_layers_as_the_target_has_are_refused(num_layers):
     with pytest.raises(UserError, match=f"draft.num_layers={num_layers}: must be from 1 to 1"):
         LayerSkip(num_layers=num_layers).check(small_model().config)
+
+
+@pytest.mark.parametrize("num_layers", [1, 2, 3])
+def test_one_of_the_layers_must_have_attention(num_layers):
+    """Of four here, of which the third has."""
+    target = SimpleNamespace(num_layers=4, has_entries=lambda layer: layer == 2)
+    draft = LayerSkip(num_layers=num_layers)
+    if num_layers == 3:
+        draft.check(target)
+        return
+    with pytest.raises(UserError, match=f"^draft.num_layers={num_layers}: the target's first"):
+        draft.check(target)
+
+
+def test_the_draft_is_made_of_the_first_layers():
+    config = small_model(num_layers=3, sliding_window=8, sliding_layers=(0,)).config
+    drafter = LayerSkip(num_layers=2).drafter(config)
+    assert (drafter.num_layers, drafter.sliding_layers) == (2, (0,))

@@ -74,7 +74,9 @@ def proposed_by_formula(batch, tokens_1N: Tensor, gamma: int) -> tuple[list[int]
 
 
 @pytest.mark.parametrize("sampling", [None, Sampling(1.0, seed=3)])
-@pytest.mark.parametrize(("count", "gamma"), [(1, 1), (1, 4), (2, 2), (2, 5), (3, 3), (3, 5)])
+@pytest.mark.parametrize(
+    ("count", "gamma"), [(1, 1), (1, 4), (2, 2), (2, 5), (3, 2), (3, 3), (3, 5)]
+)
 @torch.inference_mode()
 def test_proposals_are_those_of_the_formulas_over_the_whole_text(count, gamma, sampling):
     """After rounds in which rows have accepted different numbers of proposals."""

@@ -1,6 +1,8 @@
 """Suffix decoding against a search written out with lists."""
 
 import numpy as np
+import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -101,3 +103,81 @@ def test_a_request_does_not_read_texts_that_its_own_random_numbers_decided():
     ):
         draft.prepare(state, 2)
         assert draft.propose(state, 2).tokens_BG.tolist() == expected
+
+
+def opened(rows: list[list[int]], gamma: int = 3, **keys: int) -> tuple[State, SuffixDraft]:
+    state = State(rows, 10, gamma + 1, (), "cpu")
+    return state, SuffixDraft(*state.tokens_BS.shape, gamma, SuffixLookup(**keys), "cpu")
+
+
+def proposed(draft: SuffixDraft, state: State, gamma: int = 3) -> list[list[int]]:
+    draft.prepare(state, gamma)
+    return draft.propose(state, gamma).tokens_BG.tolist()
+
+
+def rewrite(state: State, row: int, tokens: list[int]) -> None:
+    state.tokens_BS[row, : len(tokens)] = torch.tensor(tokens)
+    state.num_tokens_B[row] = len(tokens)
+
+
+def test_every_number_of_a_token_can_be_proposed():
+    """The first token counts, without a prefill, too."""
+    rows = [[0, 1, 2, 0], [1, 0, 2, 1], [2, 1, 0, 2], [0, 0], [1, 1]]
+    expected = [[1, 2, 0], [0, 2, 1], [1, 0, 2], [0, 0, 0], [1, 1, 1]]
+    state, draft = opened(rows)
+    assert proposed(draft, state) == expected
+
+
+def test_of_equally_long_matches_the_rows_own_counts():
+    state, draft = opened([[1, 2, 3], [9]], gamma=2)
+    draft.prepare(state, 2)
+    draft.clear_row(0)
+    for text, expected in (
+        ([2, 7, 2], [7, 2]),  # one token here and there
+        ([2, 7, 1, 2], [3, 3]),  # two tokens in the earlier request, which ends behind 3
+        ([5, 1, 2, 6, 1, 2], [6, 1]),
+    ):
+        draft.copy_row(0, draft)  # the next request of the row
+        rewrite(state, 0, text)
+        assert proposed(draft, state, 2)[0] == expected
+
+
+def test_a_shorter_round_proposes_fewer_tokens():
+    """Of the row itself, and of an earlier request; the end of its text is repeated."""
+    state, draft = opened([[1, 2, 3, 4], [6, 7, 8, 6]])
+    draft.prepare(state, 3)
+    draft.clear_row(0)
+    rewrite(state, 0, [1, 2])
+    for gamma in (1, 3, 2):
+        expected = [[3, 4, 4][:gamma], [7, 8, 6][:gamma]]
+        assert proposed(draft, state, gamma) == expected
+
+
+@pytest.mark.parametrize(
+    ("way", "text", "expected"),
+    [
+        ("clear_row", [2, 5, 6, 7, 2], [5, 6]),
+        ("copy_row", [2, 5, 6, 7, 2], [5, 6]),
+        ("prefill", [2, 5, 6, 7, 2], [5, 6]),
+        ("set back", [2, 5, 2], [5, 2]),
+    ],
+)
+def test_a_row_that_begins_again_is_read_from_its_first_token(way, text, expected):
+    state, draft = opened([[3, 8, 7, 9], [9]], gamma=2, history=0)
+    assert proposed(draft, state, 2)[0] == [9, 9]
+    if way == "clear_row":
+        draft.clear_row(0)
+    elif way == "copy_row":
+        draft.copy_row(0, draft)
+    elif way == "prefill":
+        draft.prefill(state)
+    rewrite(state, 0, text)
+    assert proposed(draft, state, 2)[0] == expected
+
+
+def test_without_a_history_earlier_requests_are_not_searched():
+    state, draft = opened([[1, 2, 3], [9]], gamma=2, history=0)
+    draft.prepare(state, 2)
+    draft.clear_row(0)
+    rewrite(state, 0, [1, 2])
+    assert proposed(draft, state, 2)[0] == [2, 2]

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from magicdec.config.choices import DraftConfig
+from magicdec.verification import accept
 from magicdec.verification import sampling as ours
 from magicdec.verification.accept import accept_greedy, accept_sampled, accept_synthetic
 from magicdec.verification.sampling import (
@@ -163,3 +164,117 @@ def test_rows_with_settings_of_their_own_draw_what_each_would_alone():
     for row, sampling in enumerate(each):
         alone, _ = choose(logits[row : row + 1], positions[:1], Use.DECIDE, sampling)
         assert torch.equal(tokens[row : row + 1], alone)
+
+
+def with_numbers(monkeypatch, **numbers: list[list[float]]) -> None:
+    """Let each use of a place draw these numbers, and logits be probabilities."""
+    drawn = {Use[name]: torch.tensor(u, dtype=torch.float64) for name, u in numbers.items()}
+    monkeypatch.setattr(accept, "uniform_BT", lambda settings, places, use: drawn[use])
+    monkeypatch.setattr(accept, "probabilities", lambda logits, settings: logits)
+
+
+ONE = [1.0, 0.0, 0.0]  # a draft that does not sample, which proposes the token 0
+QUARTERS = [0.25, 0.5, 0.25]
+
+
+@pytest.mark.parametrize(
+    ("p", "q", "accept_u", "decide_u", "accepted", "token"),
+    [
+        (QUARTERS, None, 0.24, 0.6, 1, 2),  # 0.6 of what follows a proposal, (1/2, 0, 1/2)
+        (QUARTERS, None, 0.25, 0.66, 0, 1),  # a number of p/q rejects; 2/3 of the rest is token 1
+        (QUARTERS, ONE, 0.25, 0.67, 0, 2),
+        (QUARTERS, [0.5, 0.5, 0.0], 0.49, 0.4, 1, 0),
+        (QUARTERS, [0.5, 0.5, 0.0], 0.5, 0.0, 0, 2),  # the only token with more than was proposed
+        ([0.0, 1.0, 0.0], None, 0.0, 0.0, 0, 1),  # impossible, whatever is drawn
+        (QUARTERS, [0.5, 1.0, 0.5], 0.5, 0.24, 0, 0),  # nothing is left: all of p is drawn from
+        (QUARTERS, [0.5, 1.0, 0.5], 0.5, 0.25, 0, 1),
+    ],
+)
+def test_a_proposal_is_accepted_below_p_over_q_or_else_the_rest_is_drawn_from(
+    p, q, accept_u, decide_u, accepted, token, monkeypatch
+):
+    """The numbers of other places, 0.99, have no part in it."""
+    decided = [decide_u, 0.99] if not accepted else [0.99, decide_u]
+    with_numbers(monkeypatch, ACCEPT=[[accept_u, 0.99]], DECIDE=[decided])
+    q_BGV = None if q is None else torch.tensor([[q]])
+    p_BTV = torch.tensor([[p, [0.5, 0.0, 0.5]]])
+    verdict = accept_sampled(
+        torch.zeros(1, 1, dtype=torch.int64), q_BGV, p_BTV, torch.zeros(1, 2), Sampling(1.0)
+    )
+    assert verdict.num_accepted_B.tolist() == [accepted]
+    assert verdict.num_accepted_B.dtype == torch.int32
+    assert verdict.tokens_BT[0, : accepted + 1].tolist() == [0, token][1 - accepted :]
+
+
+def test_a_synthetic_outcome_is_below_each_places_alpha_and_ends_with_the_argmax(monkeypatch):
+    """What is proposed has no part in it; a place of 0 never holds, and one of 1 always does."""
+    most = 1 - 2**-53
+    with_numbers(monkeypatch, ACCEPT=[[0.49, most, 0.3, 0.9], [0.49, 0, 0.1, 0.9], [0.5, 0, 0, 0]])
+    best = [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 0, 1]]
+    logits = torch.nn.functional.one_hot(torch.tensor(best), V).float()
+    proposed = torch.tensor([[3, 3, 3], [4, 4, 4], [5, 5, 5]])
+    alpha_G = torch.tensor([0.5, 1.0, 0.25])
+    verdict = accept_synthetic(proposed, logits, torch.zeros(3, 4), alpha_G, Sampling(1.0))
+    assert verdict.num_accepted_B.tolist() == [2, 3, 0]
+    tokens = verdict.tokens_BT.tolist()
+    assert [tokens[0][:3], tokens[1], tokens[2][:1]] == [[3, 3, 3], [4, 4, 4, 8], [9]]
+    never = accept_synthetic(proposed, logits, torch.zeros(3, 4), torch.zeros(3), Sampling(1.0))
+    assert never.num_accepted_B.tolist() == [0, 0, 0]
+
+
+def number(seed: int, sequence: int, place: int, use: int) -> float:
+    """Return the random number of a decision, in Python's integers."""
+    low = 2**64 - 1
+
+    def mix(x: int) -> int:
+        x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & low
+        x = (x ^ x >> 27) * 0x94D049BB133111EB & low
+        return x ^ x >> 31
+
+    key = seed * 0x9E3779B97F4A7C15 + sequence & low
+    return (mix(mix(mix(key) + 8 * place + use & low)) >> 11) / 2**53
+
+
+@pytest.mark.parametrize("seed", [0, 3, (1 << 62) + 5])
+@pytest.mark.parametrize("sequence", [0, 7])
+def test_random_numbers_are_those_of_the_definition(seed, sequence):
+    """Stored runs stay reproducible: a seed, a sequence, a place and a use name a number."""
+    assert [use.name for use in sorted(Use)] == [
+        "PROPOSE",
+        "ACCEPT",
+        "DECIDE",
+        "INNER_ACCEPT",
+        "INNER_DECIDE",
+        "KEEP",
+    ]
+    sampling, places = Sampling(1.0, seed=seed, sequence=sequence), [0, 1, 65536, (9 << 32) + 3]
+    rows = RowSampling(3, "cpu")
+    for row in range(3):
+        rows.set_row(row, Sampling(0.5, seed=seed, sequence=sequence + row))
+    for use in Use:
+        expected = [
+            [number(seed, sequence + row, place, 1 + sorted(Use).index(use)) for place in places]
+            for row in range(3)
+        ]
+        for settings in (sampling, rows):
+            found_BT = uniform_BT(settings, torch.tensor([places] * 3), use)
+            assert found_BT.dtype == torch.float64
+            assert found_BT.tolist() == expected
+
+
+def test_a_row_has_the_settings_that_were_set_last():
+    rows = RowSampling(2, "cpu")
+    assert rows.greedy
+    assert rows.keys == [None, None]
+    sampled = Sampling(0.5, top_k=3, top_p=0.9, seed=4, sequence=2)
+    rows.set_row(1, sampled)
+    assert rows.keys == [None, sampled.key]
+    assert [x.flatten()[1].item() for x in (rows.temperature, rows.top_k, rows.key)] == [
+        0.5,
+        3,
+        sampled.key,
+    ]
+    rows.set_row(1, Sampling())
+    assert rows.keys == [None, None]
+    equal = torch.zeros(2, 1, V)
+    assert probabilities(equal, rows)[1, 0].tolist() == [1.0] + [0.0] * (V - 1)

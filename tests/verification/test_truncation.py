@@ -27,6 +27,52 @@ def test_against_the_sorted_definition(monkeypatch, vocab, few):
     check(probabilities, vocab)
 
 
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "kept"),
+    [
+        (None, 0.5, [1]),  # the mass before the next token has reached 0.5
+        (None, 0.5 + 2**-20, [1, 0]),
+        (None, 0.75, [1, 0]),
+        (None, 0.75 + 2**-20, [1, 0, 2]),  # of equal ones the first by number
+        (None, 0.875 + 2**-20, [1, 0, 2, 4]),
+        (None, 1.0, [1, 0, 2, 4]),
+        (1, None, [1]),
+        (2, None, [1, 0]),
+        (3, None, [1, 0, 2, 4]),  # as likely as the third
+        (6, None, [1, 0, 2, 4]),
+        (2, 2 / 3 + 2**-20, [1, 0]),  # of what top-k leaves, two thirds and one
+        (2, 2 / 3 - 2**-20, [1]),
+    ],
+)
+@pytest.mark.parametrize("of_each_row", [False, True])
+def test_tokens_are_kept_up_to_the_bound(top_k, top_p, kept, of_each_row):
+    """A half, a quarter and two eighths, whose sums have no rounding."""
+    p = torch.tensor([0.25, 0.5, 0.125, 0.0, 0.125, 0.0])
+    sampling = Sampling(1.0, top_k=top_k, top_p=top_p)
+    settings = sampling
+    if of_each_row:
+        settings = RowSampling(1, "cpu")
+        settings.set_row(0, sampling)
+    found = probabilities(p.log()[None, None], settings)[0, 0]
+    expected = torch.zeros(6).index_copy_(0, torch.tensor(kept), p[kept] / p[kept].sum())
+    assert sorted(found.nonzero().flatten().tolist()) == sorted(kept)
+    torch.testing.assert_close(found, expected)
+
+
+def test_rows_of_a_large_vocabulary_are_cut_as_each_alone():
+    """By every token, by fewer and by more than there are, next to rows that keep one."""
+    each = [Sampling(1.0), *(Sampling(0.8, top_k=k) for k in (1, 299, 300, 301, 4000))]
+    each += [Sampling(1.3, top_p=1.0), Sampling(0.7, 40, 0.9), Sampling(0.7, top_p=0.3)]
+    rows = RowSampling(len(each), "cpu")
+    for row, sampling in enumerate(each):
+        rows.set_row(row, sampling)
+    logits = torch.randn(len(each), 2, 300, generator=torch.Generator().manual_seed(8))
+    found = probabilities(logits, rows)
+    assert (found > 0).sum(-1)[:7, 0].tolist() == [300, 1, 299, 300, 300, 300, 300]
+    for row, sampling in enumerate(each):
+        torch.testing.assert_close(found[row], probabilities(logits[row], sampling))
+
+
 @pytest.mark.parametrize("vocab", [5000, 5120])
 def test_draws_from_a_large_vocabulary_have_its_distribution(vocab):
     """Draw by blocks, the last of which may be shorter. No token of probability 0 is drawn;
@@ -146,6 +192,25 @@ def test_compiled(top_k, top_p, tiles, capability):
             sum(truncation_seconds(launch, kernel, rows, tiles) for launch, kernel in pairs)
             <= 0.15e-3
         )
+
+
+@pytest.mark.parametrize("setting", [Sampling(1.0), Sampling(0.8, 4, 0.9)])
+def test_kernels_are_for_gpus(setting, monkeypatch):
+    """Where they could be used, too."""
+    monkeypatch.setattr(ours, "_kernels", lambda: pytest.fail("asked for kernels"))
+    choose(torch.zeros(1, 1, 9), torch.zeros(1, 1, dtype=torch.int64), Use.DECIDE, setting)
+
+
+def test_a_gpu_cuts_nothing_of_a_plain_distribution():
+    pytest.importorskip("triton", reason="needs Triton (Linux only)")
+    from tests.gpu_rehearsal.fake import fake_cuda
+
+    with fake_cuda() as recording:
+        logits = torch.empty(2, 5, 1000, device="cuda")
+        positions = torch.empty(2, 5, dtype=torch.int64, device="cuda")
+        with recording.of() as seen:
+            choose(logits, positions, Use.DECIDE, Sampling(0.8))
+    assert [launch.name for launch in seen.launches] == ["draw_numbers"]
 
 
 @pytest.mark.gpu
