@@ -13,14 +13,15 @@ from pydantic.dataclasses import dataclass
 from typing_extensions import override
 
 from magicdec.architectures.hugging_face import from_hugging_face, unread_keys
-from magicdec.architectures.model_config import Layer, ModelConfig, TokenId, Tokens, mismatches
+from magicdec.architectures.model_config import LONGEST, Layer, ModelConfig, TokenId, mismatches
 from magicdec.errors import UserError
-from magicdec.inputs.rules import JSON, STRICT, must, parse
+from magicdec.inputs.rules import JSON, STRICT, must, parse, whole
 
 KEY = "dflash_config"  # by which such a config.json is known
 # Keys that name the code that wrote the file, and the target.
 BOOKKEEPING = ("auto_map", "num_target_layers", KEY)
 MOST_TAPS = 5  # hidden states of the usual draft
+BlockSize = Annotated[int, whole(2, LONGEST)]  # tokens: the last committed one and proposals
 NAMED_LAYERS: Any = Annotated[
     list[Layer], must("must be a list of at least one layer", lambda ids: len(ids) > 0)
 ]
@@ -31,7 +32,7 @@ class BlockConfig(ModelConfig):
     """The sizes of one such draft. `vocab_size` is the target's."""
 
     is_head = True
-    block_size: Tokens = 16  # the last committed token and the places to fill
+    block_size: BlockSize = 16  # the last committed token and the places to fill
     mask_token_id: TokenId = 0  # what stands at these places
     # The target's layers in front of which its hidden states are read, 1 to num_layers.
     taps: tuple[Layer, ...] = (1,)
@@ -95,7 +96,7 @@ class DflashConfig:
 
     target_layer_ids: NAMED_LAYERS
     mask_token_id: TokenId
-    block_size: Tokens | None = None
+    block_size: BlockSize | None = None
 
 
 @dataclass(frozen=True, kw_only=True, config=JSON)
@@ -103,7 +104,7 @@ class BlockFile:
     """The keys of such a config.json that are read, besides those of its layers."""
 
     dflash_config: DflashConfig
-    block_size: Tokens | None = None
+    block_size: BlockSize | None = None
 
 
 def block_from(plain: Mapping[str, Any], name: str = "config.json") -> BlockConfig:

@@ -146,7 +146,7 @@ class State:
         fewer at an end.
         """
         slot_T = torch.arange(tokens_BT.shape[1], dtype=torch.int32, device=tokens_BT.device)
-        ends_BT = (tokens_BT[..., None] == self.eos).any(-1) & (slot_T < count_B[:, None])
+        ends_BT = (tokens_BT[..., None] == self.eos).any(-1)
         until_end_B = torch.where(ends_BT, slot_T + 1, NEVER).amin(1)
         count_B = torch.minimum(
             torch.minimum(count_B, until_end_B), self.limit_B - self.num_tokens_B

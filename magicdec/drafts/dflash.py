@@ -47,11 +47,10 @@ class Dflash(DraftConfig):
 
     @override
     def gammas(self, cache: CacheConfig) -> tuple[int, ...]:
-        model = self.own_model
-        most = model.block_size - 1 if isinstance(model, BlockConfig) else 1 << 20
-        gammas = super().gammas(cache)
-        fitting = tuple(gamma for gamma in gammas if gamma <= most)
-        return fitting if self.gamma == "auto" and fitting else gammas
+        gammas, model = super().gammas(cache), self.own_model
+        if self.gamma != "auto" or not isinstance(model, BlockConfig):
+            return gammas
+        return tuple(gamma for gamma in gammas if gamma < model.block_size)
 
     @override
     def check(self, target: ModelConfig) -> None:

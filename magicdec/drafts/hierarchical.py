@@ -196,7 +196,7 @@ class HierarchicalDraft(SelfDraft):
         """Return the number of inner rounds: enough for `gamma` tokens if half of the inner
         proposals are accepted.
         """
-        return min(gamma, -(-2 * gamma // (self.inner_gamma + 2)))
+        return -(-2 * gamma // (self.inner_gamma + 2))
 
     @override
     def copy_row(self, row: int, source: Draft) -> None:
