@@ -103,13 +103,9 @@ def run(
     front of each of their layers. Rows that rest are left out: their output is 0, and they store
     nothing.
     """
+    if not _takes(attention, x_BTE, cache):
+        return None
     B, T, E = x_BTE.shape
-    if not isinstance(attention, CppAttention) or attention.max_new_tokens < T:
-        return None
-    if not attention.weighting.is_plain:
-        return None
-    if CppOperators.max_rows < B * T or cache.k_LBKSD.dtype != x_BTE.dtype:
-        return None
     kernel = _kernel_for(layers, x_BTE.dtype)
     queries = cache.last_queries if cache.keeps_queries else None
     q_LBTHD = None if queries is None else _room_for_queries(cache, x_BTE)
@@ -149,6 +145,17 @@ def run(
         for layer, q_BTHD in enumerate(q_LBTHD):
             queries.keep(layer, q_BTHD, attention)
     return among(rows, out_MTE, B)
+
+
+def _takes(attention: Attention, x_BTE: Tensor, cache: KVCache) -> bool:
+    """Return whether a pass is one of few rows that the kernels take: of one type, with the usual
+    weights of attention. Queries are kept of all rows or none.
+    """
+    B, T, _ = x_BTE.shape
+    is_small = CppAttention.max_new_tokens >= T and CppOperators.max_rows >= B * T
+    is_usual = isinstance(attention, CppAttention) and attention.weighting.is_plain
+    is_of_all = cache.resting_B is None or not cache.keeps_queries
+    return is_small and is_usual and is_of_all and cache.k_LBKSD.dtype == x_BTE.dtype
 
 
 def _room_for_queries(cache: KVCache, x_BTE: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import pandas
 from magicdec.errors import UserError
 from magicdec.inputs.rules import did_you_mean
 from magicdec.report.rows import SCENARIO, keys_of, num_runs
-from magicdec.tracking.columns import Row, is_setting
+from magicdec.tracking.columns import NOT_METRICS, Row, is_setting
 from magicdec.units import LOADS, is_number
 
 SYNTAX = (
@@ -283,7 +283,7 @@ def _number(text: str) -> float | None:
 
 
 def _is_metric(column: pandas.Series) -> bool:
-    return column.name not in ("attempt", "pid") and bool(column.map(is_number).any())
+    return column.name not in NOT_METRICS and bool(column.map(is_number).any())
 
 
 def rank(value: Any) -> tuple[int, float, str]:

@@ -10,6 +10,7 @@ from magicdec.tracking.run_id import NOT_IN_ID
 Row = dict[str, Any]
 INTERVAL, ENDS = "_ci95", ("/low", "/high")  # a figure's 95% interval: two columns of a table
 UNGROUPED = ("attention",)  # keys of config.yaml that are in no group
+NOT_METRICS = ("attempt", "pid")  # numbers that tell one run from another
 
 
 def flatten(run: Mapping[str, Any]) -> Row:

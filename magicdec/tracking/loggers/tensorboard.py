@@ -14,14 +14,13 @@ from typing import Any
 
 from magicdec.errors import UserError, in_one_line
 from magicdec.shell import command_line
-from magicdec.tracking.columns import flatten, is_setting
+from magicdec.tracking.columns import NOT_METRICS, flatten, is_setting
 from magicdec.tracking.store import shown
 from magicdec.tracking.trackers import STEP_KEYS, FinishedRun, Logged, Settings
 from magicdec.units import is_number
 
 NAME = "TensorBoard"
 IMPORTS = ("tensorboard.summary.writer.event_file_writer",)
-NOT_METRICS = ("attempt", "pid")
 
 
 def check(config: Settings) -> None:
