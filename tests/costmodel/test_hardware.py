@@ -49,6 +49,17 @@ def test_an_uncalibrated_device_takes_its_datasheet_and_the_nearest_fractions():
     assert nvl.efficiency.matmul_fraction == h100.efficiency.matmul_fraction
 
 
+def test_a_gpu_without_a_datasheet_here_has_tiles_as_others_have():
+    """A matmul of few rows leaves them half empty; a CPU's kernels have none."""
+    b200 = hardware.configured("b200", bandwidth_gbs=8000, tflops=2250)
+    assert (
+        b200.efficiency.matmul_half_rows
+        == hardware.hardware_named("h100").efficiency.matmul_half_rows
+        > 0
+    )
+    assert not b200.is_cpu
+
+
 FRACTIONS = ("bandwidth_fraction", "matmul_fraction", "allreduce_bandwidth_fraction")
 WRONG = [(field, value) for field in FRACTIONS for value in (0.0, 1.01, -0.5, float("nan"))]
 

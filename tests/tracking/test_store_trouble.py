@@ -19,6 +19,7 @@ from magicdec.errors import UserError
 from magicdec.tracking import sweep
 from magicdec.tracking.reader import iter_runs, load_run
 from magicdec.tracking.store import Run
+from magicdec.tracking.trackers import Live
 from tests.programs import ROOT
 from tests.tracking.sample import CONFIG, GENERATIONS, finished_run, lines, result_of
 
@@ -153,3 +154,11 @@ def test_a_run_that_is_deleted_in_part_is_still_known(tmp_path, monkeypatch):
 
 
 FAILED = {"status": "failed", "kind": "invalid", "reason": "mistyped"}
+
+
+def test_a_live_line_without_a_number_can_be_read(tmp_path):
+    """As of a repeat in which every row ended at its first token."""
+    live = Live(tmp_path, {"wandb": {"mode": "disabled"}, "tracker": []}, {})
+    live({"repeat": 1, "repeat/speedup": float("nan")})
+    (line,) = lines(tmp_path / "live.jsonl")
+    assert line.items() >= {"repeat": 1, "repeat/speedup": None}.items()
