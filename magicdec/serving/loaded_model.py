@@ -116,8 +116,7 @@ class Model:
 
         Prompt i draws the random numbers of row i of a run: a sample depends on its place in the
         list, but not on the other prompts, unless `draft=suffix` reads these. Raise UserError for
-        options out of range and for prompts
-        that are empty or too long.
+        options out of range and for prompts that are empty or too long.
         """
         params = self._with(max_tokens, options)
         chunks = Chunks()
