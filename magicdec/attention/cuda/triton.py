@@ -218,7 +218,7 @@ class TritonAttention(KernelAttention):
 
 @dataclass(frozen=True)
 class Variant:
-    """The facts by which the work of attend_split is divided, and how its programs divide it."""
+    """The facts that decide how programs divide the work of attend_split, and how they do."""
 
     dtype: torch.dtype
     num_kv_heads: int
