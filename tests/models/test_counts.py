@@ -10,6 +10,7 @@ from magicdec.costmodel.growth import growth
 from magicdec.costmodel.hardware import hardware_named
 from magicdec.costmodel.roofline import BF16, Pass, operators
 from magicdec.errors import UserError
+from magicdec.models.adapter import facts
 from magicdec.models.adapter.facts import describe
 from magicdec.models.adapter.interface import layers_of
 from tests.checkpoints import MODULES, SIZES
@@ -47,6 +48,17 @@ def bytes_of(cache: Any) -> int:
     nested = [value for each in kept if isinstance(each, dict) for value in each.values()]
     tensors = [tensor for tensor in kept + nested if isinstance(tensor, torch.Tensor)]
     return sum(tensor.nbytes for tensor in tensors if tensor.dim() > 1)
+
+
+def test_jobs_that_ask_for_the_same_model_record_one_pass(monkeypatch):
+    passes = []
+    record = facts.record
+    monkeypatch.setattr(facts, "record", lambda *given: passes.append(given) or record(*given))
+    facts._described.cache_clear()
+    for width in (48, 48, 64, 48):
+        plain = plain_of("olmo2", {"hidden_size": width})
+        assert describe(plain, "config.json").hidden_size == width
+    assert len(passes) == 2
 
 
 @pytest.mark.parametrize(("model_type", "settings"), FAMILIES)

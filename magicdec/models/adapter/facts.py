@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -51,18 +52,27 @@ def describe(plain: Mapping[str, Any], name: str) -> ModulesConfig:
     quiet()
     check_version()
     try:
-        whole = config_of(plain)
-        key = next((key for key in QUANTIZED if plain.get(key)), None)
-        stored = WeightSizes(parse(dict[str, Any], plain[key], key) if key else None)
-        try:
-            described = _runnable(whole, stored)
-        except UserError as error:
-            described = _counted(whole, stored, str(error))
+        return _described(json.dumps(plain, sort_keys=True))
     except ValidationError as error:
         raise refusal(error, where=name) from None
     except UserError as error:
         raise UserError(f"{name}: {error}") from None
-    return replace(described, config_json=json.dumps(plain, sort_keys=True))
+
+
+@lru_cache(maxsize=64)
+def _described(config_json: str) -> ModulesConfig:
+    """Return the architecture of a config.json. A recorded pass takes up to seconds, and each job
+    of a sweep asks.
+    """
+    plain = json.loads(config_json)
+    whole = config_of(plain)
+    key = next((key for key in QUANTIZED if plain.get(key)), None)
+    stored = WeightSizes(parse(dict[str, Any], plain[key], key) if key else None)
+    try:
+        described = _runnable(whole, stored)
+    except UserError as error:
+        described = _counted(whole, stored, str(error))
+    return replace(described, config_json=config_json)
 
 
 def _runnable(whole: Any, stored: WeightSizes) -> ModulesConfig:
