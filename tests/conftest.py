@@ -20,6 +20,7 @@ from hypothesis import register_random, settings
 from magicdec import threads
 from magicdec.measure import ceilings
 from magicdec.threads import num_cores
+from tests import composing
 
 # A folder of temporary files for this process and the programs it starts, and in it the locks by
 # which sweeps take turns: no test waits for the sweep of another worker, nor for a user's.
@@ -39,6 +40,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # of the programs that tests start
 os.environ.setdefault("GOMP_SPINCOUNT", threads.SPIN_COUNT)  # which they would set themselves
 # Runs measure what the machine can do at most. Here, no test depends on how well.
 ceilings.MATMUL_ON, ceilings.READ_ON = {"cpu": 128, "cuda": 1024}, {"cpu": 1 << 22, "cuda": 1 << 22}
+composing.remember()
 # Another one gives every test other random numbers, and the tests another order (CONTRIBUTING.md).
 SEED = int(os.environ.get("MAGICDEC_TEST_SEED", "0"))
 # On a busy machine an example may take any time; what hangs ends by the timeout of its test.
