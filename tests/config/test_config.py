@@ -19,6 +19,7 @@ from magicdec.config.registry import DRAFTS, GROUPS, POLICIES
 from magicdec.config.schema import Config
 from magicdec.costmodel import targets
 from magicdec.errors import UserError
+from tests import composing
 from tests.inputs.test_plugins import written
 from tests.programs import ROOT
 from tests.runs import one_line
@@ -102,6 +103,27 @@ def test_every_experiment_is_valid(choice):
 @pytest.mark.parametrize("name", OPTIONS["draft"])
 def test_every_draft_is_valid(name):
     assert compose([f"draft={name}"]).draft.name == name
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("experiment=quick", "cache.budget=32", "draft.gamma=3"),
+        ("draft=model", "target@draft.model=llama-3.2-1b", "batch={size: 3}"),
+        ("+sweeps=gamma_x_budget", "~draft.gamma", "hydra.verbose=true"),
+    ],
+)
+def test_what_tests_remember_is_what_hydra_composes(overrides):
+    remembered = [plain(*overrides, return_hydra_config=True) for _ in range(2)]
+    composing.forget()
+    try:
+        fresh = plain(*overrides, return_hydra_config=True)
+    finally:
+        composing.remember()
+    assert remembered == [fresh, fresh]
+    plain(*overrides, return_hydra_config=True).cache.budget = 1
+    assert plain(*overrides, return_hydra_config=True) == fresh
 
 
 def test_options_read_without_hydra_are_what_hydra_composes():
