@@ -34,7 +34,7 @@ CRITICAL = (8, 128)  # the batches that S* compares
 WAYS = {"text at temperature 0.7": "temperature 0.7", "text": "greedy"}
 BUDGET = 256  # at which S* is compared
 FP32, BF16 = 4, 2
-CPU = (21.1, 266.0)  # GB/s, and GFLOP/s in fp32: the machine of docs/results/costmodel.md
+CPU = (50.45, 493.8)  # GB/s, and GFLOP/s in fp32: the machine of docs/results/costmodel.md
 
 
 class Choice(NamedTuple):

@@ -161,13 +161,13 @@ def measured(rows: Sequence[Row], sweep: str, program: str) -> str:
 
 
 def chart(
-    file: Path, draw: bool, rows: Sequence[Row], x: str, y: str, alt: str, **options: Any
+    file: Path, draw: bool, rows: Iterable[Row], x: str, y: str, alt: str, **options: Any
 ) -> str:
     """Draw a chart next to the page and return the line of Markdown that shows it."""
     if draw:
         from charts import draw_chart
 
-        draw_chart(file, rows, x, y, **options)
+        draw_chart(file, list(rows), x, y, **options)  # filters of Jinja return generators
     return f"![{alt}]({file.name})"
 
 
