@@ -1,4 +1,4 @@
-"""What the training of a head of any kind asks of that kind: how a head is made, what it learns
+"""The recipe of a kind of head, as its training asks for it: how a head is made, what it learns
 from a window of text, how its proposals are judged, and which config.json describes it.
 
 B pieces, T tokens, E hidden size, N hidden states of the target side by side, V tokens that the
@@ -9,7 +9,6 @@ import argparse
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -138,8 +137,7 @@ def layer_sizes(target: ModelConfig, args: argparse.Namespace) -> dict[str, Any]
     """Return the sizes of one layer of a head: a target's, but for its MLP and its trained length,
     with the switches that `layer_keys` writes.
     """
-    values = {entry.name: getattr(target, entry.name) for entry in fields(ModelConfig)}
-    values |= {"num_layers": 1, "sliding_layers": (), "sliding_window": None}
+    values = target.sizes | {"num_layers": 1, "sliding_layers": (), "sliding_window": None}
     values |= dict.fromkeys(("qk_norm", "qkv_bias", "output_bias", "tie_word_embeddings"), False)
     mlp = args.mlp or target.intermediate_size
     values |= {"intermediate_size": mlp, "max_position_embeddings": args.piece}

@@ -159,7 +159,7 @@ def _settings(prefix: str, options: list[Option], classes: list[type]) -> Iterat
         if inner and name != "efficiency":
             given = {option: key._replace(value="…") for option, key in given.items()}
         comments = [key.comment for key in given.values() if key.comment]
-        valid = _valid(get_type_hints(holder, include_extras=True)[name], entry)
+        valid = _valid(get_type_hints(holder, include_extras=True)[name])
         yield Setting(
             f"{prefix}{name}",
             _default(given, entry),
@@ -175,7 +175,7 @@ def _inner(prefix: str, holder: type, entry: Any) -> Setting:
     line = re.search(
         rf"^ +{entry.name}: .*?(?:  # (.*))?$", inspect.getsource(holder), re.MULTILINE
     )
-    valid = _valid(get_type_hints(holder, include_extras=True)[entry.name], entry)
+    valid = _valid(get_type_hints(holder, include_extras=True)[entry.name])
     default = "" if entry.default is MISSING else f"`{_yaml(entry.default)}`"
     return Setting(
         f"{prefix}{entry.name}", default, _escape(valid), _escape((line and line[1]) or "")
@@ -221,10 +221,8 @@ def _yaml(value: Any) -> str:
     return yaml.safe_dump(value, default_flow_style=True).strip().removesuffix("\n...")
 
 
-def _valid(hint: Any, entry: Any = None) -> str:
+def _valid(hint: Any) -> str:
     """Return the valid values of a field, in words."""
-    if entry is not None and (rule := entry.metadata.get("rule")):
-        return re.sub("^must (be|hold) ", "", rule.valid)
     origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
         rules = [rule for part in args[1:] for rule in getattr(part, "metadata", [part])]

@@ -22,7 +22,7 @@ from magicdec.errors import to_stderr
 from magicdec.tracking.store import counted
 
 # Overrides of what each job builds for itself from what its group keeps.
-BUILT_ANEW = r"(\+|~)*(draft|target@draft\.model|cache|sampling|scenario\.(repeats|profile_repeats)|wandb|sweep)\b"  # noqa: E501
+REBUILT = r"(\+|~)*(draft|target@draft\.model|cache|sampling|scenario\.(repeats|profile_repeats)|wandb|sweep)\b"  # noqa: E501
 
 
 @dataclass
@@ -67,7 +67,7 @@ def group_of(number: int, overrides: Sequence[str], config: DictConfig) -> Hasha
     """
     if config.sweep.share == "none" or config.engine.name != "native":
         return number
-    return frozenset(text for text in overrides if not re.match(BUILT_ANEW, text))
+    return frozenset(text for text in overrides if not re.match(REBUILT, text))
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ def _size(axis: Override) -> int:
 
 
 def with_groups(launcher: Launcher, **given: Any) -> Launcher:
-    """Return the launcher of a sweep, which starts a task per group where that is worth while."""
+    """Return the launcher of a sweep, which starts a task per group where that is worthwhile."""
     config: DictConfig = given["config"]
     takes_turns = config.sweep.get("turns") and not config.sweep.dry_run
     if takes_turns and not isinstance(launcher, ProcessLauncher):

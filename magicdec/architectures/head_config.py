@@ -5,7 +5,7 @@ A head is one decoder layer over the target's own hidden states. Two layouts are
 EAGLE's authors, and that of the speculators library. Torch-free.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import fields
 from typing import Annotated, Any, Literal
 
@@ -221,17 +221,24 @@ def _input_norms(file: HeadFile) -> Literal["none", "joint", "each"]:
     return "each" if file.fc_norm else "none"
 
 
+def unread_keys_around(plain: Mapping[str, Any], read: Collection[str]) -> dict[str, Any]:
+    """Return the keys of a layer, and of the object around it where it has one of its own, that
+    nobody reads. `read` are those that are read of either.
+    """
+    layer = layer_of(plain)
+    unread = unread_keys(layer, expected=read)
+    if layer is not plain:
+        usual = {*read, *WITHOUT_EFFECT, "model_type", "tie_word_embeddings"}
+        unread |= {
+            key: value for key, value in plain.items() if key not in usual and value is not None
+        }
+    return unread
+
+
 def unread_keys_of_head(plain: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of a head's config.json that `head_from` does not read, with their values."""
-    layer = layer_of(plain)
     nested = plain.get("eagle_config") or {}
-    read_of_layer = {entry.name for entry in fields(HeadFile)} | {*BOOKKEEPING}
-    unread = unread_keys(layer, expected=read_of_layer)
-    if layer is not plain:
-        read = read_of_layer | WITHOUT_EFFECT | {"model_type", "tie_word_embeddings"}
-        unread |= {
-            key: value for key, value in plain.items() if key not in read and value is not None
-        }
+    unread = unread_keys_around(plain, {entry.name for entry in fields(HeadFile)} | {*BOOKKEEPING})
     read_nested = {entry.name for entry in fields(EagleConfig)}
     return unread | {
         f"eagle_config.{key}": value for key, value in nested.items() if key not in read_nested

@@ -11,8 +11,8 @@ from typing import Any
 from pydantic.dataclasses import dataclass
 from typing_extensions import override
 
-from magicdec.architectures.head_config import BOOKKEEPING, layer_of
-from magicdec.architectures.hugging_face import from_hugging_face, unread_keys
+from magicdec.architectures.head_config import BOOKKEEPING, layer_of, unread_keys_around
+from magicdec.architectures.hugging_face import from_hugging_face
 from magicdec.architectures.model_config import Layers, ModelConfig, mismatches
 from magicdec.errors import UserError
 from magicdec.inputs.rules import JSON, STRICT, parse
@@ -88,4 +88,4 @@ def mtp_from(plain: Mapping[str, Any], name: str = "config.json") -> MtpConfig:
 def unread_keys_of_mtp(plain: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of such a config.json that `mtp_from` does not read, with their values."""
     read = {entry.name for entry in fields(MtpFile)} | {*BOOKKEEPING}
-    return unread_keys(layer_of(plain), expected=read)
+    return unread_keys_around(plain, read)

@@ -2,6 +2,7 @@
 generators.
 """
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
@@ -121,13 +122,14 @@ def _of_run(folder: Path, given: Given) -> tuple[Source, list[Row], bool]:
         raise UserError(
             f"{folder}: name the server's machine, as in target=llama-3.1-8b hardware=h200"
         )
-    models = {
-        model["name"]: _architecture(model)
-        for model in (config["target"], config["draft"].get("model"))
-        if model is not None
-    }
+    models = {}
+    if config["draft"]["name"] == "model":  # other drafts are in no row
+        models[config["draft"]["model"]["name"]] = _architecture(config["draft"]["model"])
     source = named or Source(
-        config["target"]["name"], models, config["hardware"], str(run.get("device", ""))
+        config["target"]["name"],
+        models | {config["target"]["name"]: _architecture(config["target"])},
+        config["hardware"],
+        str(run.get("device", "")),
     )
     source = source._replace(weight_bytes=run.get("weights/bytes"))
     is_outside = config.get("engine", {}).get("name", "native") != "native"
@@ -226,4 +228,9 @@ def _architecture(choice: Mapping[str, Any]) -> ModelConfig:
             f"target={choice['name']} has no architecture in its configuration; take one that"
             " names it"
         )
+    if config_json := choice["architecture"].get("config_json"):  # of transformers' modules
+        # Here, because it imports PyTorch.
+        from magicdec.models.description import describe
+
+        return describe(json.loads(config_json), choice["name"], "transformers", runs=False)
     return from_values(choice["architecture"])

@@ -14,6 +14,7 @@ import argparse
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -120,20 +121,24 @@ def _audit(arguments: argparse.Namespace) -> int:
         if run
         else []
     )
-    engine_dtype = arguments.engine_dtype or (run["config"]["hardware"]["dtype"] if run else None)
+    run_dtype = run["config"]["hardware"]["dtype"] if run else "auto"
+    engine_dtype = arguments.engine_dtype or (None if run_dtype == "auto" else run_dtype)
     with progress() as bars:
         rows = list(judged(lines, [*models, *typed], engine_dtype, arguments.rows, bars))
     return _show(rows)
 
 
 def _overrides_of(config: dict[str, Any], has_target: bool) -> list[str]:
-    """Return the overrides that choose the type of a run and its whole target, unless another one
-    is chosen.
+    """Return the overrides that choose the type of a run, its lengths, which rotary embeddings may
+    depend on, and its whole target, unless another one is chosen.
     """
     target = {} if has_target else config["target"]
-    keys = {"hardware.dtype": config["hardware"]["dtype"]} | {
-        f"target.{key}": value for key, value in target.items()
+    keys = {
+        "hardware.dtype": config["hardware"]["dtype"],
+        "batch.context_len": config["batch"]["context_len"],
+        "batch.generate_len": config["batch"]["generate_len"],
     }
+    keys |= {f"target.{key}": value for key, value in target.items()}
     return [
         *([] if has_target else ["target=custom"]),
         *(override(key, value) for key, value in keys.items()),
@@ -151,16 +156,20 @@ def judged(
     longest = max(2, *(len(tokens) for line in lines for tokens in outputs(line).values()))
     sizes = [
         f"batch.size={min(num_rows, len(lines))}",
+        "batch.context_len=1",
         f"batch.generate_len={longest}",
         "draft=none",
     ]
-    plan = resolve(compose([*sizes, *overrides]))
+    config = compose([*sizes, *overrides])
+    plan = resolve(config)
     texts = any(isinstance(line.prompt, str) for line in lines)
     tokenizer: Any = build.tokenizer(plan) if texts else None
     prompts = [
         encode_prompt(tokenizer, line.prompt) if isinstance(line.prompt, str) else line.prompt or []
         for line in lines
     ]
+    context_len = max(config.batch.context_len, *map(len, prompts))
+    plan = resolve(replace(config, batch=replace(config.batch, context_len=context_len)))
     _check(plan, lines, prompts)
     engine = build.engine(plan, progress)
     tie = near_tie(getattr(torch, engine_dtype) if engine_dtype else plan.dtype)

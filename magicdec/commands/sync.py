@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from magicdec.errors import UserError, exit_code, printable
+from magicdec.errors import UserError, exit_code, printable, to_stderr
 from magicdec.report.rows import sweep_members
 from magicdec.tracking.loggers import wandb
 from magicdec.tracking.reader import iter_runs, read_result
@@ -34,6 +34,9 @@ def _sync(options: argparse.Namespace) -> int:
             printable(f"{run['id']}  {logged.warning or logged.url or logged.command}"), flush=True
         )
         failures += logged.warning is not None
+    for missing in sorted({*options.ids} - {run["id"] for run in runs}):
+        to_stderr(f"{missing}: not sent; no such run that is done, or failed by itself")
+        failures += 1
     return 1 if failures else 0
 
 

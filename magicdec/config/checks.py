@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from magicdec.config.options import read_keys
-from magicdec.config.registry import CORPORA
-from magicdec.config.scenario_settings import Assumed, Compare, Profile, Serve
+from magicdec.config.registry import CORPORA, has_cache
+from magicdec.config.scenario_settings import Assumed, Compare, Profile, Serve, Verify
 from magicdec.config.schema import Config
 from magicdec.errors import UserError
 from magicdec.inputs.rules import did_you_mean
@@ -107,9 +107,13 @@ def unread(config: Config, overrides: Sequence[str]) -> list[str]:
                 f"{override} has no effect with scenario={config.scenario.name}; set {instead}"
             )
         elif (
-            f"{group}.{key}" in ONLY_AUTO and getattr(config.scenario, "repeats", "auto") != "auto"
+            f"{group}.{key}" in ONLY_AUTO
+            and isinstance(config.scenario, Compare)
+            and config.scenario.repeats != "auto"
         ):
             lines.append(f"{override} has no effect without scenario.repeats=auto")
+        elif group == "cache" and not has_cache(config.draft.name):
+            lines.append(f"{override} has no effect with draft={config.draft.name}")
         elif key and option and key.partition(".")[0] not in read_keys(group, option):
             lines.append(f"{override} has no effect with {group}={option}")
     return lines
@@ -294,7 +298,7 @@ def _draft(config: Config) -> Iterator[str]:
 def _budget(config: Config) -> Iterator[str]:
     """Yield budgets that are too small for what they must hold."""
     key, gamma = "draft.gamma", max(config.gammas)
-    if isinstance(config.scenario, Profile):
+    if isinstance(config.scenario, Profile | Verify):
         key, gamma = "scenario.gammas", max(config.scenario.gammas)
     for name, cache in config.budgeted.items():
         yield from cache.mistakes(name)

@@ -2,7 +2,6 @@
 that they name.
 """
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
@@ -21,6 +20,7 @@ from magicdec.config.registry import PACKAGE
 from magicdec.config.scenario_settings import SCENARIOS
 from magicdec.config.schema import Config
 from magicdec.errors import Unsupported, UserError, in_one_line
+from magicdec.inputs.rules import parse_json
 
 # Groups whose options differ in their keys.
 OPEN = (*registry.GROUPS, "scenario")
@@ -39,7 +39,7 @@ def values_in(file: Path) -> dict[str, Any]:
     """
     content = _content(file)
     values: dict[str, Any] = {}
-    for default in content.pop("defaults", []):
+    for default in content.pop("defaults", None) or ():
         if isinstance(default, dict):
             for place, option in default.items():
                 group, _, key = place.lstrip("/").partition("@")
@@ -103,10 +103,7 @@ def architecture_of(name: str, folders: Iterable[Path], where: str) -> dict[str,
 
 @cache
 def _architecture_in(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise UserError(f"{path} is not valid JSON ({error})") from None
+    content = parse_json(dict[str, Any], path.read_bytes(), where=str(path))
     architecture = replace(from_hugging_face(content, str(path)), eos_token_ids=())
     return TypeAdapter(ModelConfig).dump_python(architecture, mode="json")
 

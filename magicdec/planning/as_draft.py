@@ -103,8 +103,10 @@ def _refusals(facts: type[DraftConfig], target: Described, draft: Described) -> 
 
 
 def _vocabulary(target: Described, draft: Described) -> str:
-    if draft.config.num_logits < target.config.vocab_size and draft.config.is_head:
+    if draft.config.is_head and draft.config.num_logits < target.config.vocab_size:
         return f"proposes {draft.config.num_logits:,} of the target's {target.config.vocab_size:,}"
+    if draft.config.is_head:
+        return f"the target's own, {target.config.vocab_size:,} entries"
     folders = [target.folder, draft.folder]
     compared = all(folder is not None and (folder / TOKENIZER).exists() for folder in folders)
     how = "token by token" if compared else f"by size alone: no two {TOKENIZER} to compare"

@@ -22,7 +22,7 @@ TOKENS = 1000  # whose keys and values are counted
 def examine(
     model: Described, device: torch.device, dtype: torch.dtype
 ) -> Iterator[tuple[str, str]]:
-    """Yield what is to be known of a model, as checks and their texts."""
+    """Yield the facts about a model, as checks and their texts."""
     config = model.config
     predicted = config.as_predicted()
     if refusal := getattr(config, "refusal", ""):

@@ -136,7 +136,7 @@ def _in_long_passes(plan: Plan, asked: BatchConfig) -> Plan:
 
 
 def _with_rows(plan: Plan, asked: BatchConfig) -> Plan:
-    if asked.size != "auto":
+    if asked.size != "auto" or "batch.size" in plan.config.scenario.at:  # the grid is asked for
         return plan
     config, context_len = plan.config, plan.config.batch.context_len
     usual = int(config.batch.size)

@@ -134,8 +134,9 @@ class Plan:
             if model is not None
             for remark in model.config.remarks_on(self.longest)
         ]
-        on_cpu = self.config.hardware.name == "auto" and self.device.type == "cpu"
-        if on_cpu and (unused := driver_version()):
+        is_left_to_us = self.config.hardware.name == "auto" and not self.config.engine.is_remote
+        has_gpu = self.device.type != "cpu" or torch.cuda.is_available()
+        if is_left_to_us and not has_gpu and (unused := driver_version()):
             why = f"driver {unused} is loaded, but PyTorch sees no GPU: this run uses the CPU"
             lines.append(
                 f"hardware=auto: {why}; magicdec doctor says why, and hardware=cpu silences this"

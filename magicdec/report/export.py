@@ -41,7 +41,7 @@ def write_parquet(path: Path, rows: Sequence[Row]) -> None:
         values = [row.get(key) for row in rows]
         try:
             columns[key] = pyarrow.array(values)
-        except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError):
+        except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError, OverflowError):
             columns[key] = pyarrow.array(
                 [None if value is None else str(value) for value in values]
             )

@@ -152,7 +152,7 @@ def draw_sweep(rows: Sequence[Row], folder: Path, command: str) -> list[Path]:
             written.append(folder / f"{name}.png")
             draw(spec, written[-1], command)
     if not written:
-        raise UserError("--figures: these runs hold no speedups and no step times")
+        raise UserError("no figures: these runs hold no speedups and no step times")
     return written
 
 

@@ -5,6 +5,7 @@ that it begins with.
 from collections import Counter
 from collections.abc import Collection, Sequence
 from itertools import islice
+from typing import Any
 
 from magicdec.report.charts import UNITS
 from magicdec.report.fastest import PREDICTED
@@ -103,7 +104,7 @@ def picks_of(rows: Sequence[Row], settings: Sequence[str]) -> dict[str, str]:
     """
     picks = {}
     for key in dict.fromkeys([*NEVER_MIXED[::-1], *settings, "device"]):
-        values = Counter(str(row[key]) for row in rows if key in row)
+        values = Counter(_typed(row[key]) for row in rows if key in row)
         if 1 < len(values) <= MAX_VALUES:
             usual = next(
                 (value for value in ("measured", "compare") if value in values),
@@ -124,8 +125,13 @@ def menus_of(
     menus = _menus(axes, measures)
     for key in picks:
         values = sorted({row[key] for row in rows if key in row}, key=rank)
-        menus[f"pick:{key}"] = ["", *map(str, values)]
+        menus[f"pick:{key}"] = ["", *map(_typed, values)]
     return menus
+
+
+def _typed(value: Any) -> str:
+    """Return a value as it is typed on the command line; the page compares numbers as numbers."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _menus(axes: Sequence[str], measures: Collection[str]) -> dict[str, list[str]]:

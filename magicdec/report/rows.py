@@ -169,12 +169,13 @@ def _levels(run: Mapping[str, Any]) -> list[Row]:
     levels = read_lines(Path(run["folder"]) / "history.jsonl", ROW)
     # The run's own figures are those of its last level: another level that lacks one must not show
     # it.
-    shared = {key: value for key, value in row.items() if not any(key in level for level in levels)}
-    return [shared | _of_level(level) for level in levels] or [row]
+    rows = [dict(leaves(level)) for level in levels]
+    shared = {key: value for key, value in row.items() if not any(key in each for each in rows)}
+    return [shared | _of_level(each) for each in rows] or [row]
 
 
 def _of_level(level: Mapping[str, Any]) -> Row:
-    return {f"load.{key}" if key in LOADS else key: value for key, value in leaves(level)}
+    return {f"load.{key}" if key in LOADS else key: value for key, value in level.items()}
 
 
 def num_runs(rows: Iterable[Row]) -> int:

@@ -38,9 +38,12 @@ def summarize(sweep_dir: Path, with_figures: bool) -> None:
             print(f"{'finding':18}{line}")
         print(f"{counted(len(runs), 'run')}: {by_state}{f'; {left_out}' if left_out else ''}")
         files = [sweep_dir / JOBS]
-        for path in _written(rows, sweep_dir, with_figures):
-            print(f"written           {shown(path)}")
-            files.append(path)
+        try:
+            for path in _written(rows, sweep_dir, with_figures):
+                print(f"written           {shown(path)}")
+                files.append(path)
+        except UserError as error:
+            print(f"not written       {error}")
         _log(sweep_dir, runs, files)
     except UserError as error:
         print(f"not written       {error}")

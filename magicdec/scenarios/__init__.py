@@ -45,7 +45,7 @@ if TYPE_CHECKING:  # it imports PyTorch, and a mistake must be reported before t
 class Scenario(Protocol):
     """Module of this package that does one kind of run.
 
-    It may have three functions more: `prepare(config)` resolves a configuration where that takes
+    It may have three more functions: `prepare(config)` resolves a configuration where that takes
     more than `resolve`, `so_far(plan, run)` returns what a run has measured that has failed, and
     `prediction_of(plan, results)` what is predicted for a run that has been measured.
     """
@@ -110,10 +110,10 @@ def prepare(config: Config) -> "Plan":
 
 
 def _fitting(plan: "Plan", config: Config) -> "Plan":
-    """Return the plan with as many rows as fit, where batch.size=auto."""
-    if config.batch.size != "auto" or config.engine.is_remote:
+    """Return the plan with what the group `batch` leaves to the memory."""
+    if "auto" not in (config.batch.size, config.batch.prefill_chunk) or config.engine.is_remote:
         return plan
-    # Here, because a number that is given needs no look at the memory.
+    # Here, because numbers that are given need no look at the memory.
     from magicdec.planning import fits
 
     return fits.fitting(plan, config.batch)

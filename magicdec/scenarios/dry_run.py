@@ -23,8 +23,8 @@ def show(plan: Plan, name: str, job: Job) -> None:
     seconds = 0.0 if is_done else duration.seconds(plan, map(read_result, earlier))
     sweep.planned.append(seconds)
     typed = " ".join(text for text in job.overrides if not text.startswith("sweep."))
+    memory = f"{fits.num_bytes(plan) / GIB:8.2f} GiB" if plan.config.engine.name == "native" else ""
     print(
-        f"{name}  {state:13}  {fits.num_bytes(plan) / GIB:8.2f} GiB  {in_minutes(seconds):>7} "
-        f" {typed}",
+        f"{name}  {state:13}  {memory:12}  {in_minutes(seconds):>7}  {typed}",
         flush=True,
     )

@@ -32,7 +32,9 @@ def reason_of(error: BaseException, config: Config) -> tuple[str, str]:
     if isinstance(error, UserError):
         return str(error), error.kind
     if is_out_of_memory(error):
-        size = f"batch.size={config.batch.size} at batch.context_len={config.batch.context_len}"
+        rows_key, context_key = map(config.scenario.key_of, ("batch.size", "batch.context_len"))
+        rows, context_len = config.scenario.largest(config.batch)
+        size = f"{rows_key}={rows} at {context_key}={context_len}"
         reason = f"{size}: out of memory ({in_one_line(error)})"
         return f"{reason}; choose less of either, or of batch.prefill_chunk", "out_of_memory"
     if isinstance(error, Stopped):

@@ -156,7 +156,13 @@ def served(overrides: Sequence[str], progress: Progress) -> tuple[Plan, Slots, A
     process.
     """
     config = compose(["scenario=serve", *overrides])
-    refuse_unread(config, overrides)
+    for line in refuse_unread(config, overrides):
+        to_stderr(f"warning: {line}")
+    if config.engine.name != "native":
+        raise UserError(
+            f"engine={config.engine.name}: text is served by our own engine; leave it out, or start"
+            " that engine's server"
+        )
     plan = fits.fitting(resolve(config), config.batch)
     for warning in plan.warnings():
         to_stderr(f"warning: {warning}")

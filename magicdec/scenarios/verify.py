@@ -61,12 +61,17 @@ def prepare(config: Config) -> Plan:
             "scenario=verify measures a draft; choose draft=self or draft=model, without"
             " synthetic_acceptance"
         )
+    gammas = _gammas(scenario)
+    for name, cache in config.budgeted.items():
+        if gammas[-1] >= cache.budget:  # one of the file, as the others have been checked
+            raise UserError(
+                f"scenario.file={scenario.file}: holds gamma {gammas[-1]}, which must be below"
+                f" {name}.budget={cache.budget}"
+            )
     batch = replace(
         config.batch, size=max(scenario.batch_sizes), context_len=max(scenario.context_lens)
     )
-    return resolve(
-        replace(config, batch=batch, draft=replace(config.draft, gamma=_gammas(scenario)[-1]))
-    )
+    return resolve(replace(config, batch=batch, draft=replace(config.draft, gamma=gammas[-1])))
 
 
 def run(plan: Plan, run: Run, progress: Progress) -> Outcome:

@@ -1,12 +1,14 @@
 """Calibration from files: a known machine gives the times, and the fit finds it."""
 
 import json
+from dataclasses import asdict, replace
 from itertools import product
 
 import pytest
 import yaml
 
-from magicdec.calibrate.result_files import of_results
+from magicdec.architectures.modules_config import ModulesConfig
+from magicdec.calibrate.result_files import _architecture, of_results
 from magicdec.commands import calibrate
 from magicdec.config.groups import Efficiency
 from magicdec.config.load import compose, to_dict
@@ -150,6 +152,20 @@ def served_run(folder, *keys):
         )
     sizes = ("batch.context_len=2000", f"batch.generate_len={OUTPUT}")
     run(folder, lines, "scenario=serve", "draft=none", *sizes, *keys)
+
+
+def test_the_draft_of_a_run_under_load_is_in_no_row(tmp_path):
+    """A head, whose architecture has keys of its own."""
+    head = ["draft=eagle3", "draft.model.path=magicdec/models/tiny/eagle3"]
+    served_run(tmp_path / "head", *head)
+    assert [*of_results([tmp_path / "head"], []).models] == ["llama-3.1-8b"]
+
+
+def test_a_target_of_transformers_modules_is_described_again():
+    config = resolve(compose(["scenario=predict", "target=qwen3-30b-a3b"])).target.config
+    assert isinstance(config, ModulesConfig)
+    again = _architecture({"name": "qwen3-30b-a3b", "architecture": asdict(config)})
+    assert replace(again, eos_token_ids=()) == config
 
 
 def test_a_run_under_load_gives_its_levels_without_speculation(tmp_path):

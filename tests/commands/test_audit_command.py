@@ -4,6 +4,7 @@ not the target's.
 
 import json
 import re
+import shutil
 
 import pytest
 
@@ -150,6 +151,23 @@ def test_a_run_is_decoded_again_by_its_own_target_and_in_its_own_type(tmp_path, 
     # The tokens are judged as those of bfloat16.
     assert audit.main([folder, "hardware.dtype=float32"]) == 0
     assert "would not write the baseline" not in capsys.readouterr().out
+
+
+def test_lengths_are_those_of_the_run_and_of_the_prompts(tmp_path, capsys):
+    """A target of 128 tokens, which the usual length of a context exceeds."""
+    short = shutil.copytree(TINY / "target", tmp_path / "short")
+    config = json.loads((short / "config.json").read_text()) | {"max_position_embeddings": 128}
+    (short / "config.json").write_text(json.dumps(config))
+    target = ["target=custom", "target.name=short", f"target.path={short}"]
+    sizes = ["data.save_prompts=true", "batch.context_len=96"]
+    folder = str(run_here(tmp_path / "runs", *target, *sizes).folder)
+    assert audit.main([folder]) == 0
+    (tmp_path / "long.jsonl").write_text(
+        json.dumps({"prompt": [1] * 200, "autoregressive": [1], "speculative": [1]})
+    )
+    capsys.readouterr()
+    assert audit.main([str(tmp_path / "long.jsonl"), *target]) == 2
+    assert "exceeds the target's maximum of 128" in capsys.readouterr().err
 
 
 @pytest.mark.soak

@@ -361,9 +361,12 @@ MISTAKES += {
         "scenario.rates=[1.0, 1e-09]: scenario.num_requests=16 would "
         "arrive within 4,444,444.4 hours; at most 24"
     ),
-    "cache.budget=64; scenario.name=profile; scenario.gammas=[2, 64]": (
-        "scenario.gammas=64: must be below cache.budget=64"
-    ),
+    **{
+        f"cache.budget=64; scenario.name={name}; scenario.gammas=[2, 64]": (
+            "scenario.gammas=64: must be below cache.budget=64"
+        )
+        for name in ("profile", "verify")
+    },
     **{
         f"engine.name={name}; draft.name=self": "draft.name=self: engine="
         for name in ("transformers", "llamacpp", "openvino")
@@ -517,6 +520,8 @@ def test_the_gammas_that_a_run_may_use(keys, expected):
         ("batch.context_len=512", "scenario=profile; set scenario.context_lens"),
         ("draft.gamma=2", "scenario=profile; set scenario.gammas"),
         ("engine.python=python3", "engine=native"),
+        ("cache.budget=32", "draft=ngram"),
+        ("scenario.precision=1%", "scenario=verify"),
     ],
 )
 def test_what_has_no_effect_is_told_of_what_was_typed(typed, choice):
@@ -534,6 +539,8 @@ def test_what_has_no_effect_is_told_of_what_was_typed(typed, choice):
         "scenario.gammas=[2]",
     )
     config = changed(*(grid if "profile" in choice else ()))
+    if choice in ("draft=ngram", "scenario=verify"):
+        config, read = compose([choice]), []
     assert unread(config, [*read, typed]) == [f"{typed} has no effect with {choice}"]
 
 

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from magicdec.architectures.head_config import HeadConfig, unread_keys_of_head
+from magicdec.architectures.mtp_config import unread_keys_of_mtp
 from magicdec.attention.sdpa import SdpaAttention
 from magicdec.errors import UserError
 from magicdec.models.checkpoint import load
@@ -20,6 +21,7 @@ from magicdec.models.head import Head
 from magicdec.models.kv_cache import KVCache
 from magicdec.models.taps import Taps
 from tests.checkpoints import load_model
+from tests.runs import TINY
 
 HEADS = Path(__file__).parent / "heads"
 CASES = ["llama-eagle", "qwen3-eagle", "llama-speculators", "qwen3-speculators"]
@@ -167,6 +169,14 @@ def test_a_mask_that_contradicts_the_vocabulary_is_refused(tmp_path):
 @pytest.mark.parametrize("case_name", CASES)
 def test_no_key_of_a_known_head_is_reported(case_name):
     assert unread_keys_of_head(json.loads((HEADS / case_name / "config.json").read_text())) == {}
+
+
+def test_keys_around_the_layer_of_a_module_are_reported():
+    plain = json.loads((TINY / "mtp" / "config.json").read_text())
+    assert unread_keys_of_mtp(plain) == {}
+    layer = plain["transformer_layer_config"] | {"odd": 1}
+    changed = plain | {"strange": 3, "transformer_layer_config": layer}
+    assert unread_keys_of_mtp(changed) == {"strange": 3, "odd": 1}
 
 
 def test_keys_of_a_head_that_are_not_read_are_reported():

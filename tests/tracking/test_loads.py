@@ -28,6 +28,7 @@ def test_a_run_under_load_is_a_row_per_level(report, tmp_path):
     assert [row.get("speculative/tokens_per_second") for row in rows] == [150.0, None, 450.0]
     assert [row.get("lossless/passed") for row in rows] == [True, None, True]
     assert {row["memory/peak_gib"] for row in rows} == {1.0}
+    assert [row.get("speedup_ci95/low") for row in rows] == [1.4, None, pytest.approx(0.8)]
     assert varying(rows) == ["load.concurrency"]
     assert "0.90x" in report("--where", "concurrency=8")
     write_run(tmp_path, "other", {"draft.gamma": 2})

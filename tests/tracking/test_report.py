@@ -101,6 +101,8 @@ def test_csv_holds_every_column(report, store, tmp_path):
 @pytest.mark.extra
 def test_parquet(report, store, tmp_path):
     parquet = pytest.importorskip("pyarrow.parquet")
+    write_run(tmp_path, "large", {"data.seed": 1 << 63})
+    assert "large.parquet" in report("--parquet", tmp_path / "large.parquet")
     report("--parquet", tmp_path / "runs.parquet", runs=store)
     table = parquet.read_table(tmp_path / "runs.parquet")
     assert table.num_rows == 200

@@ -1,6 +1,6 @@
 """The transformers library as the adapter uses it: its version, and a config.json in its hands.
 
-Only this room and the peer `engine=transformers` import it for models.
+Only this package and the peer `engine=transformers` import it for models.
 """
 
 import json

@@ -38,7 +38,10 @@ function chosen() {
   $("mistake").textContent = "";
   try { wanted = tests(state.where); } catch (error) { $("mistake").textContent = error.message; }
   // Runs that failed, and predicted ones, have no source of acceptance: they stay.
-  const matches = (run, key, value) => !value || String(get(key, run) ?? value) === value;
+  const matches = (run, key, value) => {
+    const held = get(key, run) ?? value;
+    return !value || (isNumber(held) ? held === Number(value) : String(held) === value);
+  };
   const picked = (run) => data.picks.every((key) => matches(run, key, state[`pick:${key}`]));
   return all.filter((run) => picked(run) && wanted.every((test) => test(run)));
 }
