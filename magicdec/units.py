@@ -1,6 +1,6 @@
 """Units, the two ways of decoding, what counts as a number, and how the main figure is written."""
 
-from math import isfinite
+from math import inf
 from typing import Any, TypeGuard
 
 WAYS = ("autoregressive", "speculative")  # as metrics begin
@@ -13,7 +13,7 @@ GIB = 1 << 30  # bytes
 
 def is_number(value: Any) -> TypeGuard[int | float]:
     """Return True for a finite number; true and false are none."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < inf
 
 
 def both_speedups(row: float, batch: float | None, of_row: str = "", of_batch: str = "") -> str:

@@ -235,6 +235,7 @@ def test_a_failed_round_is_raised_and_the_next_call_works(model, expected, monke
         (["x", 5], {}, "prompt=5: must be a text or a list of token ids"),
         ("a\ud800", {}, r"prompt='a\ud800': holds half of a surrogate pair"),
         (None, {}, "prompt=None: must be a text or a list of token ids"),
+        (b"Hello", {}, "prompt=b'Hello': must be a text or a list of token ids"),
         (
             [1] * 300,
             {"max_tokens": 21},
@@ -304,7 +305,7 @@ def test_a_folder_and_a_second_model_at_once(model, expected, tmp_path):
         )
     weights = weakref.ref(second._engine.scheduler.slots.engine.target)
     del second
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     while weights() is not None and time.monotonic() < until:  # its thread ends by itself
         gc.collect()
         time.sleep(0.05)

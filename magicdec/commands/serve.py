@@ -21,7 +21,7 @@ from magicdec.tracking.progress import progress
 
 try:
     from magicdec.http.app import create_app
-    from magicdec.http.uvicorn_server import Server
+    from magicdec.http.uvicorn_server import Server, bound
 except ImportError as missing:
     raise SystemExit(
         f"error: serving over HTTP needs {missing.name}: pip install 'magicdec[serve]'"
@@ -56,13 +56,14 @@ def _serve(options: argparse.Namespace) -> None:
     for name, value in (("max-waiting", options.max_waiting), ("grace", options.grace)):
         if value < 0:
             raise UserError(f"--{name}={value}: must be at least 0")
-    with progress() as bars:
-        plan, slots, tokenizer = served(options.overrides, bars)
-    model = options.model or plan.config.target.name
-    engine = AsyncEngine(Scheduler(slots))
-    app = create_app(engine, tokenizer, model, options.max_waiting)
-    greeting = partial(_greeting, model, slots, options.max_waiting)
-    Server(app, engine, options.host, options.port, options.grace, greeting).run()
+    with bound(options.host, options.port) as listener:  # before weights are loaded
+        with progress() as bars:
+            plan, slots, tokenizer = served(options.overrides, bars)
+        model = options.model or plan.config.target.name
+        engine = AsyncEngine(Scheduler(slots))
+        app = create_app(engine, tokenizer, model, options.max_waiting)
+        greeting = partial(_greeting, model, slots, options.max_waiting)
+        Server(app, engine, options.host, options.port, options.grace, greeting).run([listener])
 
 
 def _greeting(model: str, slots: Slots, max_waiting: int, url: str) -> list[str]:

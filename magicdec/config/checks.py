@@ -13,7 +13,7 @@ from typing import Any
 
 from magicdec.config.options import read_keys
 from magicdec.config.registry import CORPORA, has_cache
-from magicdec.config.scenario_settings import Assumed, Compare, Profile, Serve, Verify
+from magicdec.config.scenario_settings import LOWEST_RATE, Assumed, Compare, Profile, Serve, Verify
 from magicdec.config.schema import Config
 from magicdec.errors import UserError
 from magicdec.inputs.rules import did_you_mean
@@ -199,8 +199,11 @@ def _load(config: Config) -> Iterator[str]:
             f"scenario.slo={scenario.slo}: needs a bound, scenario.latency_ms or"
             " scenario.first_token_ms"
         )
-    if scenario.slo == "concurrency" and scenario.slo_most < 1:
-        yield f"scenario.slo_most={scenario.slo_most}: must be at least 1, the fewest users"
+    least, of_what = (
+        (1, "fewest users") if scenario.slo == "concurrency" else (2 * LOWEST_RATE, "lowest rates")
+    )
+    if scenario.slo and scenario.slo_most < least:
+        yield f"scenario.slo_most={scenario.slo_most}: must be at least {least:g}, the {of_what}"
     if scenario.slo and config.hardware.tensor_parallel > 1 and not config.engine.parallel:
         yield f"scenario.slo={scenario.slo}: goes with one device; set hardware.tensor_parallel=1"
     if not any((scenario.concurrencies, scenario.rates, scenario.replays, scenario.slo)):

@@ -223,6 +223,9 @@ class Search(Assumed):
     save_as: FileName
 
 
+LOWEST_RATE = 1 / 64  # requests per second, below which a search tries none
+
+
 @dataclass(frozen=True, config=STRICT)
 class Serve(Needs):
     """Requests that come and go."""

@@ -24,7 +24,9 @@ from magicdec.data.prompts import check_length, encode, is_chat, too_few
 from magicdec.data.records import Place, Unfit, check_text, field, number_in, records
 from magicdec.errors import UserError, to_stderr
 from magicdec.inputs.rules import STRICT
+from magicdec.units import is_number
 
+LATEST = 1e18  # in the unit of times of arrival
 USERS = ("user", "human")  # how data sets name the speaker of a prompt
 
 
@@ -182,7 +184,10 @@ def _prompt(content: Any, keys: Fields, where: str) -> str | list[dict[str, Any]
     if "{" in path:
         path = path.replace("\\n", "\n").replace("\\t", "\t")  # as a shell leaves them
         parts = re.split(r"\{(.+?)\}", path)
-        parts[1::2] = [str(field(content, name, "data.prompt", where)) for name in parts[1::2]]
+        values = [field(content, name, "data.prompt", where) for name in parts[1::2]]
+        if any(value is None or isinstance(value, list | dict) for value in values):
+            raise Unfit(f"{where}: data.prompt={keys.prompt} must be filled with texts and numbers")
+        parts[1::2] = map(str, values)
         value: Any = "".join(parts)
     else:
         value = field(content, path, "data.prompt", where)
@@ -202,7 +207,7 @@ def _seconds(value: Any, keys: Fields, where: str) -> float:
             return at.replace(tzinfo=at.tzinfo or UTC).timestamp()
         except ValueError:
             pass
-    elif isinstance(value, int | float) and abs(value) < float("inf"):
+    elif is_number(value) and abs(value) < LATEST:
         return value * keys.arrival_unit_s
     raise Unfit(
         f"{where}: data.arrival={keys.arrival}: {value!r} is neither a number nor a date and time"

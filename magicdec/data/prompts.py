@@ -44,7 +44,7 @@ def too_few(corpus: str, wanted: int, available: int, left_out: str = "") -> Use
     """Return the error for a file with too few prompts."""
     return UserError(
         f"{corpus}: {wanted} rows need as many prompts, the file has {available}{left_out}; "
-        "lower batch.size or scenario.num_requests"
+        "lower batch.size, batch.num_batches or scenario.num_requests"
     )
 
 

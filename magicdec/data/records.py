@@ -6,7 +6,6 @@ import gzip
 import json
 import os
 import re
-import sys
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -20,7 +19,7 @@ from magicdec.inputs.rules import did_you_mean
 Place = tuple[int, str, Any]  # of a row: its number, its place for messages, its content
 GZIP, UTF16 = b"\x1f\x8b", (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # how such files begin
 # In an array.
-BEFORE_A_ROW = re.compile(r"\s*[\[,]\s*")
+BEFORE_THE_FIRST, BEFORE_A_ROW = re.compile(r"\s*\[\s*"), re.compile(r"\s*,\s*")
 AT_THE_END = re.compile(r"\s*\]\s*")
 
 
@@ -50,12 +49,13 @@ def records(path: str, corpus: str) -> Iterator[Place]:
     """Yield the rows of a file: the number of each, its place for messages, and its content.
 
     The file holds JSON lines, one JSON array of objects, or CSV with a header (.csv), in UTF-8, or
-    in UTF-16 with its mark; it may be compressed (gzip). Blank lines are no rows. Raise UserError
-    for what cannot be read; `corpus` is the file's name in errors.
+    in UTF-16 with its mark; one in UTF-8 may be compressed (gzip). Blank lines are no rows. Raise
+    UserError for what cannot be read; `corpus` is the file's name in errors.
     """
     file = Path(os.path.expanduser(path))
     if not os.path.isfile(file):  # Path.is_file raises for a path that is too long
-        raise UserError(f"{corpus}: no such file")
+        state = "is a folder, not a file" if file.is_dir() else "no such file"
+        raise UserError(f"{corpus}: {state}")
     try:
         with _opened(file) as text:
             lines = Lines(text)
@@ -142,7 +142,7 @@ def _long_cells() -> Iterator[None]:
     """Let csv read cells of any length: a prompt is often longer than its limit, which holds for
     the whole process.
     """
-    limit = csv.field_size_limit(sys.maxsize)
+    limit = csv.field_size_limit(2**31 - 1)  # of a C long, which has 32 bits on Windows
     try:
         yield
     finally:
@@ -170,7 +170,7 @@ def _array(texts: Iterable[str], lines: Lines, corpus: str) -> Iterator[Place]:
     for text in texts:
         buffer = buffer[at:] + text
         at = 0
-        while before := BEFORE_A_ROW.match(buffer, at):
+        while before := (BEFORE_A_ROW if number > 1 else BEFORE_THE_FIRST).match(buffer, at):
             where = f"{corpus}, row {number}"
             try:
                 content, at = json.JSONDecoder().raw_decode(buffer, before.end())

@@ -20,7 +20,8 @@ from magicdec.http.completion import Chat, Completion, SharedFields
 from magicdec.http.http_answer import HttpAnswer, error_body
 from magicdec.http.meters import Meters
 from magicdec.http.stoppable_text import StoppableText
-from magicdec.serving.engine import AsyncEngine
+from magicdec.serving.engine import AsyncEngine, Stream
+from magicdec.serving.request import Params
 
 # Largest body: a token takes about 5 bytes as text, 12 escaped or as an id.
 BODY_BYTES, BYTES_PER_TOKEN = 16 << 10, 32
@@ -52,6 +53,14 @@ class Admission:
             yield
         finally:
             self._arriving -= 1
+
+
+def _queued(engine: AsyncEngine, prompt: list[int], params: Params) -> Stream:
+    """Queue a request. Raise HTTPException where the engine has ended since the request came in."""
+    try:
+        return engine.generate(prompt, params)
+    except RuntimeError as error:
+        raise HTTPException(503, str(error)) from None
 
 
 def _head(kind: type[SharedFields], number: int, model: str) -> dict[str, Any]:
@@ -105,7 +114,7 @@ def create_app(engine: AsyncEngine, tokenizer: Any, model: str, max_waiting: int
                     404, f"model={reprlib.repr(asked.model)} is not served here; {model} is"
                 )
             prompt = await asyncio.to_thread(asked.token_ids, tokenizer)
-        stream = engine.generate(prompt, asked.params(engine.max_len - len(prompt)))
+        stream = _queued(engine, prompt, asked.params(engine.max_len - len(prompt)))
         head = _head(kind, next(numbers), model)
         answering = HttpAnswer(asked, stream, head, StoppableText(tokenizer, asked.stop), meters)
         if asked.stream:

@@ -75,6 +75,20 @@ class Connection(H11Protocol):
             self.transport.abort()
 
 
+def bound(host: str, port: int) -> socket.socket:
+    """Return a socket at an address, which does not listen yet. Raise UserError for one that cannot
+    be had.
+    """
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise UserError(f"--host={host} --port={port}: {error.strerror or error}") from None
+    return listener
+
+
 class Server(uvicorn.Server):
     """An engine's server. Its shutdown, by Ctrl-C or SIGTERM, waits up to `grace_s` for running
     answers.

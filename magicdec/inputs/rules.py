@@ -222,7 +222,7 @@ def bad_value(error: ErrorDetails, parent: str = "", where: str = "") -> BadValu
     """
     *path, name = [str(part) for part in error["loc"]] or [""]
     if path[:1] == ["scenario"]:
-        del path[1:]  # which of the union's classes was meant
+        del path[1:2]  # which of the union's classes was meant
     group = ".".join(filter(None, [parent, *path]))
     key = f"{group}.{name}".strip(".")
     if error["type"] == "missing_choice":

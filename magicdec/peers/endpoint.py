@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
+import aiohttp
 import openai
 
 from magicdec.data.tokenizer import prefix_of
@@ -126,6 +127,7 @@ class Endpoint:
         # aiohttp reads streams in C: a client that is slower would soon be what it measures. A
         # redirect may lead to another host, and a proxy too.
         self._http = openai.DefaultAioHttpClient(
+            limits=type(openai.DEFAULT_CONNECTION_LIMITS)(max_connections=0),  # any number
             follow_redirects=False,
             trust_env=address.proxied,
             timeout=timeout,
@@ -289,6 +291,8 @@ def read_counters(text: str) -> Counts:
 def described(error: BaseException, time_limit_s: float) -> str:
     """Return in one line why a request has failed."""
     causes = [*_causes(error)]
+    if any(isinstance(cause, aiohttp.ConnectionTimeoutError) for cause in causes):
+        return f"no connection within {min(CONNECT_S, time_limit_s):g} seconds"
     if any(isinstance(cause, TimeoutError) for cause in causes):
         return f"no answer within engine.time_limit_s={time_limit_s:g} seconds"
     words = f": {words_of(error.body)}" if isinstance(error, openai.APIError) and error.body else ""

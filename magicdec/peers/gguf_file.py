@@ -33,9 +33,9 @@ def write(folder: Path, path: Path, dtype: str) -> None:
                 tensor.shape
             )
             if name.endswith(("q_proj.weight", "k_proj.weight")):
+                is_query = name.endswith("q_proj.weight")
                 weight = interleaved(
-                    weight,
-                    config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"],
+                    weight, config["num_attention_heads"] if is_query else num_kv_heads(config)
                 )
             stored_kind = kind if weight.ndim > 1 else gguf.GGMLQuantizationType.F32
             gguf_name = names.get_name(name, [".weight"])
@@ -49,6 +49,11 @@ def write(folder: Path, path: Path, dtype: str) -> None:
     writer.close()
 
 
+def num_kv_heads(config: dict) -> int:
+    """Return the number of KV heads; without a number of their own, as many as query heads."""
+    return config.get("num_key_value_heads") or config["num_attention_heads"]
+
+
 def add_architecture(writer: gguf.GGUFWriter, config: dict) -> None:
     """Add sizes and the vocabulary."""
     heads, vocab = config["num_attention_heads"], config["vocab_size"]
@@ -58,14 +63,14 @@ def add_architecture(writer: gguf.GGUFWriter, config: dict) -> None:
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(heads)
-    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_head_count_kv(num_kv_heads(config))
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     writer.add_rope_dimension_count(head_dim)
     # As in magicdec/architectures/hugging_face.py.
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     writer.add_rope_freq_base(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_layer_norm_rms_eps(config.get("rms_norm_eps", 1e-6))
     writer.add_vocab_size(vocab)
     # Of llama.cpp's kinds of vocabulary, the one that has no end by default.
     writer.add_tokenizer_model("bert")

@@ -125,8 +125,9 @@ class WorkerPeer(Peer):
             )
         # Not resolved: a venv's Python is a link.
         path = os.path.abspath(os.path.expanduser(chosen))
-        if not os.access(path, os.X_OK):
-            raise UserError(f"engine.python={chosen}: no such program; {cls.install()}")
+        if not (os.path.isfile(path) and os.access(path, os.X_OK)):
+            key = "engine.python" if engine.python else cls.variable()
+            raise UserError(f"{key}={chosen}: no such program; {cls.install()}")
         return path
 
     @classmethod

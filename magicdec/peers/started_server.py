@@ -119,14 +119,16 @@ async def running(
             stderr=subprocess.STDOUT,
         )
         try:
-            async with asyncio.timeout(time_limit_s):
-                while process.poll() is None and not await asyncio.to_thread(_is_healthy, port):
-                    await asyncio.sleep(POLL_S)
+            try:
+                async with asyncio.timeout(time_limit_s):
+                    while process.poll() is None and not await asyncio.to_thread(_is_healthy, port):
+                        await asyncio.sleep(POLL_S)
+            except TimeoutError:
+                limit = f"engine.time_limit_s={time_limit_s:g}"
+                fault = f"did not answer /health within {limit} seconds"
+                raise _failure(name, fault, output) from None
             if process.poll() is None:
                 yield
-        except TimeoutError:
-            limit = f"engine.time_limit_s={time_limit_s:g}"
-            raise _failure(name, f"did not answer /health within {limit} seconds", output) from None
         except UserError as error:
             if process.poll() is None:  # what it has said may name the cause
                 log.info(

@@ -1,5 +1,6 @@
 """vLLM as a peer, with a PyTorch of its own."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,6 +13,7 @@ from magicdec.config.schema import Config
 from magicdec.drafts.ngram import PromptLookup
 from magicdec.errors import UserError
 from magicdec.inputs.rules import STRICT
+from magicdec.peers.base import PeerSpec
 from magicdec.peers.process import WorkerEngine, WorkerPeer
 from magicdec.peers.started_server import StartedServer, as_arguments
 
@@ -84,6 +86,13 @@ class VllmPeer(WorkerPeer, StartedServer):
     worker = "vllm_worker.py"
     modules = ("vllm",)
     packages = "vllm"
+
+    @override
+    def _with_free_draft(self) -> PeerSpec:
+        """Choose the method for it, too: that of the settings may be for another draft."""
+        spec = super()._with_free_draft()
+        assert isinstance(spec.engine, VllmEngine)
+        return replace(spec, engine=replace(spec.engine, method="ngram"))
 
     @property
     @override

@@ -16,12 +16,11 @@ from typing import Any, Protocol
 import numpy as np
 from typing_extensions import override
 
-from magicdec.config.scenario_settings import Serve
+from magicdec.config.scenario_settings import LOWEST_RATE, Serve
 from magicdec.serving.request import Params, Request, Stats
 
 PERCENTILES = (50, 90, 99)
 NEAR = 1.1  # rates whose ratio is at most this are not told apart
-LOWEST_RATE = 1 / 64  # requests per second, below which no rate is tried
 
 
 @dataclass(frozen=True)
@@ -111,12 +110,13 @@ async def _open(
     jobs: Sequence[RequestSpec], arrivals_s: Sequence[float], answered: Answered
 ) -> list[Request]:
     """Send jobs at their times, however many are still being answered."""
-    loop, tasks = asyncio.get_running_loop(), []
-    start = loop.time()
-    for job, arrival_s in zip(jobs, arrivals_s, strict=True):
-        await asyncio.sleep(start + arrival_s - loop.time())
-        tasks.append(asyncio.create_task(answered(job)))
-    return list(await asyncio.gather(*tasks))
+    start = asyncio.get_running_loop().time()
+
+    async def sent(job: RequestSpec, arrival_s: float) -> Request:
+        await asyncio.sleep(start + arrival_s - asyncio.get_running_loop().time())
+        return await answered(job)
+
+    return list(await asyncio.gather(*map(sent, jobs, arrivals_s)))
 
 
 def _arrivals(jobs: Sequence[RequestSpec], level: Load, seed: int) -> list[float]:
@@ -195,7 +195,7 @@ class LoadSearch:
         self._way, self._scenario = way, scenario
         self.highest = 0.0
         self._levels = highest(scenario.slo, scenario.slo_most)
-        self.level: Load | None = next(self._levels)
+        self.level: Load | None = next(self._levels, None)
 
     def tell(self, metrics: Mapping[str, Any]) -> None:
         """Go on with the metrics of the level."""

@@ -166,8 +166,9 @@ class Model:
 
     def close(self) -> None:
         """Free the memory. Requests that are still running fail."""
-        self._closed = True
-        self._stop()
+        with self._lock:
+            self._closed = True
+            self._stop()
 
     def __enter__(self) -> "Model":
         return self
@@ -229,7 +230,8 @@ class Model:
                 ) from None
             return encode_prompt(self.tokenizer, prompt)
         ids = _listed(prompt)
-        if not isinstance(ids, Sequence) or not all(isinstance(token, Integral) for token in ids):
+        is_listed = isinstance(ids, Sequence) and not isinstance(ids, bytes | bytearray)
+        if not is_listed or not all(isinstance(token, Integral) for token in ids):
             raise UserError(f"prompt={SHORT.repr(prompt)}: must be a text or a list of token ids")
         return [int(token) for token in ids]
 

@@ -115,15 +115,18 @@ def test_every_draft_is_valid(name):
     ],
 )
 def test_what_tests_remember_is_what_hydra_composes(overrides):
-    remembered = [plain(*overrides, return_hydra_config=True) for _ in range(2)]
+    def composed():
+        return OmegaConf.to_container(plain(*overrides, return_hydra_config=True))
+
+    remembered = [composed(), composed()]
     composing.forget()
     try:
-        fresh = plain(*overrides, return_hydra_config=True)
+        fresh = composed()
     finally:
         composing.remember()
     assert remembered == [fresh, fresh]
-    plain(*overrides, return_hydra_config=True).cache.budget = 1
-    assert plain(*overrides, return_hydra_config=True) == fresh
+    plain(*overrides).cache.budget = 1
+    assert composed() == fresh
 
 
 def test_options_read_without_hydra_are_what_hydra_composes():
@@ -357,6 +360,7 @@ MISTAKES += {
     "data.name=random": "data=random: acceptance cannot be measured on noise",
     "data.name=text": "data.path=null: data=text needs a file or folder",
     "data.name=ruler": "data.task=null: choose one, as in data.task=niah_single",
+    "scenario.name=plan; scenario.drafts=[1]": "scenario.drafts.0=1: must be a text",
     "scenario.name=serve; scenario.rates=[1.0, 1e-9]": (
         "scenario.rates=[1.0, 1e-09]: scenario.num_requests=16 would "
         "arrive within 4,444,444.4 hours; at most 24"

@@ -278,6 +278,7 @@ def test_files_as_they_are_published_are_read(tmp_path, name, content):
         ),
         (b'[{"p": "one"},\n {"p": "two"\n', "it does not end behind row 1"),
         (b'[{"p": "one"}]\n[{"p": "two"}]\n', "it does not end behind row 1"),
+        (b'[{"p": "one"}[{"p": "two"}]\n', "it does not end behind row 1"),
         (
             b'{"p": "caf\xe9"}\n',
             "after line 0, is not UTF-8 text (invalid continuation byte); iconv converts it",
@@ -290,6 +291,25 @@ def test_a_file_that_cannot_be_read_says_why(tmp_path, content, reason):
     (tmp_path / "rows.jsonl").write_bytes(content)
     with refusal(reason):
         loaded(tmp_path / "rows.jsonl", "data.prompt=p", num_rows=3)
+
+
+@pytest.mark.parametrize("value", [None, ["x"], {"a": 1}])
+def test_a_template_is_filled_with_texts_and_numbers(tmp_path, value):
+    keys = ["data.prompt='{p}\\n{more}'"]
+    assert texts(loaded(written(tmp_path, [{"p": "a", "more": 7}]), *keys, num_rows=1)) == ["a\n7"]
+    with refusal("must be filled with texts and numbers"):
+        loaded(written(tmp_path, [{"p": "a", "more": value}]), *keys, num_rows=1)
+
+
+@pytest.mark.parametrize("value", [True, 10**400])
+def test_a_time_of_arrival_is_a_number(tmp_path, value):
+    with refusal("is neither a number nor a date and time"):
+        loaded(
+            written(tmp_path, [{"p": "a", "at": value}]),
+            "data.prompt=p",
+            "data.arrival=at",
+            num_rows=1,
+        )
 
 
 def test_an_array_is_read_row_by_row(tmp_path):

@@ -43,7 +43,7 @@ def test_the_burst_at_the_start_is_outside_of_the_window(tmp_path):
         result = run(config, Job())
         load = served(tmp_path, url, *ONE, "batch.generate_len=40")
     (line,) = lines(tmp_path / result["id"] / "history.jsonl")
-    assert line["time/target_decode_ms"] < 1.3e3 * CHUNK_S
+    assert line["time/target_decode_ms"] < 1.5e3 * CHUNK_S
     slow_ms = 1e3 * (CHUNK_S + ramp_s * (RAMP - 1) / 39)
     assert load["autoregressive/time_per_output_token_ms"] > slow_ms > 1.5e3 * CHUNK_S
 

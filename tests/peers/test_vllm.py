@@ -200,3 +200,15 @@ def test_the_real_one_ends_rows_at_their_end_of_sequence():
         got = peer.generate(prompts, 16, speculative=False)
     assert got.tokens == [row[: row.index(end) + 1] if end in row else row for row in whole]
     assert got.times[0].decoded == len(got.tokens[0]) - 1 < 15
+
+
+def test_the_free_draft_of_a_profile_has_a_method_of_its_own(peer):
+    """Whatever method was chosen for the draft that is profiled."""
+    draft = IndependentModel(gamma=2)
+    chosen = peer("", keys={"method": "draft_model"}, draft=draft, free_acceptance=0.5)
+    free = VllmPeer(chosen._with_free_draft())
+    try:
+        options = free.options(True)
+        assert options["speculative_config"]["method"] == "ngram"
+    finally:
+        free.close()

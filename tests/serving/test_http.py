@@ -425,6 +425,15 @@ async def test_a_request_that_never_arrives_gives_its_place_back(parts, monkeypa
         assert (await complete(client)).status_code == 200
 
 
+async def test_an_engine_that_ends_while_a_request_comes_in_is_unavailable(parts, monkeypatch):
+    def ended(*_):
+        raise RuntimeError("the engine is closed")
+
+    async with local(parts) as (engine, client):
+        monkeypatch.setattr(engine, "generate", ended)
+        assert message(await complete(client), 503) == "the engine is closed"
+
+
 @pytest.mark.parametrize("stream", [True, False])
 async def test_closing_the_engine_ends_the_answers(parts, stream):
     async with local(parts) as (engine, client):

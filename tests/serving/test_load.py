@@ -89,6 +89,17 @@ def test_a_closed_loop_keeps_so_many_busy_and_no_more():
     assert seconds >= 5 * 0.005
 
 
+def test_a_failure_in_an_open_loop_does_not_wait_for_the_last_arrival():
+    class Broken:
+        def generate(self, prompt, params):
+            raise ValueError("broken")
+
+    begin = time.monotonic()
+    with pytest.raises(ValueError, match="broken"):
+        asyncio.run(under_load(Broken(), JOBS, Load("rate", 0.1), 3))
+    assert time.monotonic() - begin < 10  # the last one would come after minutes
+
+
 def test_an_open_loop_does_not_wait_for_answers():
     engine = Waiting(0.2)
     requests, _ = asyncio.run(under_load(engine, JOBS, Load("rate", 200.0), 3))

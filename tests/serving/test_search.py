@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from magicdec.config.load import compose
+from magicdec.config.scenario_settings import LOWEST_RATE
 from magicdec.errors import UserError
-from magicdec.serving.load_generator import LOWEST_RATE, NEAR, highest, keeps
+from magicdec.serving.load_generator import NEAR, highest, keeps
 
 SEARCH = ["scenario=serve", "scenario.latency_ms=100"]
 
@@ -57,6 +58,13 @@ def test_no_load_keeps_the_bounds():
     assert found("concurrency", 8, 0) == (0, [1])
     value, tried = found("rate", 8, 0)
     assert (value, min(tried)) == (0, LOWEST_RATE)
+
+
+def test_a_search_among_no_rates_is_a_mistake():
+    keys = ["scenario=serve", "scenario.slo=rate", "scenario.latency_ms=5"]
+    assert compose([*keys, "scenario.slo_most=0.03125"])
+    with pytest.raises(UserError, match=r"scenario.slo_most=0.02: must be at least 0.03125"):
+        compose([*keys, "scenario.slo_most=0.02"])
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from magicdec.commands import serve
 from magicdec.errors import UserError
 from magicdec.http import uvicorn_server
 from tests.programs import ROOT
@@ -263,4 +264,14 @@ def test_no_bytes_harm_the_server(client):
             "/v1/completions", json={"model": "tiny", "prompt": "a", "max_tokens": 1}
         ).status_code
         == 200
+    )
+
+
+def test_a_port_that_is_taken_is_a_mistake_before_weights_are_loaded(monkeypatch, capsys):
+    monkeypatch.setattr("magicdec.commands.serve.served", lambda *_: pytest.fail("loaded"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert serve.main(["target=tiny", f"--port={port}"]) == 2
+    assert capsys.readouterr().err == (
+        f"error: --host=127.0.0.1 --port={port}: Address already in use\n"
     )
