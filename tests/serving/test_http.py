@@ -8,7 +8,7 @@ import re
 import threading
 import time
 import tracemalloc
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -500,9 +500,13 @@ def test_half_a_character_is_held_back(parts):
 
 def test_it_listens_on_loopback_unless_told_otherwise(monkeypatch, capsys):
     heard = []
-    monkeypatch.setattr(
-        serve.Server, "run", lambda server: heard.append((server.config.host, server.config.port))
-    )
+
+    def bound(host, port):
+        heard.append((host, port))
+        return nullcontext()
+
+    monkeypatch.setattr(serve, "bound", bound)
+    monkeypatch.setattr(serve.Server, "run", lambda server, sockets: None)
     assert serve.main([*SETTINGS, "batch.size=1", "batch.context_len=256"]) == 0
     assert heard == [("127.0.0.1", 8000)]
     for mistake, said in (
