@@ -170,10 +170,10 @@ def histories(runs_dir: str | Path = "runs", sweep: str | None = None) -> "DataF
     """Return the lines of the runs' history.jsonl: a row per round, with the run's id. See
     `runs`.
     """
-    runs, _ = read_runs(runs_dir, sweep)
-    files = {run["id"]: Path(run["folder"], "history.jsonl") for run in runs}
+    stored, _ = read_runs(runs_dir, sweep)
+    files = {each["id"]: Path(each["folder"], "history.jsonl") for each in stored}
     return _frame(
-        [{"id": run} | line for run, path in files.items() for line in read_lines(path, ROW)]
+        [{"id": name} | line for name, path in files.items() for line in read_lines(path, ROW)]
     )
 
 

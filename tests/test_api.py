@@ -24,6 +24,7 @@ from hydra.core.global_hydra import GlobalHydra
 
 import magicdec
 from magicdec.data.tokenizer import load_tokenizer
+from magicdec.planning.shared import SHARED
 from magicdec.verification.sampling import Sampling
 from tests.checkpoints import load_reference
 from tests.programs import ROOT
@@ -295,6 +296,7 @@ def test_a_folder_and_a_second_model_at_once(model, expected, tmp_path):
     folder = tmp_path / "it's a copy, with=signs"
     folder.symlink_to(TARGET)
     draft = TINY / "draft"
+    SHARED.begin("prefill")  # as a sweep in this process leaves it
     second = magicdec.load(
         folder, draft="model", draft_model=draft, cache="full", gamma=2, **SETTINGS
     )
@@ -305,7 +307,7 @@ def test_a_folder_and_a_second_model_at_once(model, expected, tmp_path):
         )
     weights = weakref.ref(second._engine.scheduler.slots.engine.target)
     del second
-    until = time.monotonic() + 60
+    until = time.monotonic() + 10
     while weights() is not None and time.monotonic() < until:  # its thread ends by itself
         gc.collect()
         time.sleep(0.05)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from magicdec.config.choices import DataConfig
-from magicdec.data.tokenizer import prefix_of
+from magicdec.data.tokenizer import encode_bare, prefix_of
 from magicdec.errors import UserError
 
 # Documents are tokenised in sections of this many characters per token of the context, so that one
@@ -109,10 +109,7 @@ class PromptRequest:
 
     def encode(self, text: str) -> Sequence[int]:
         """Return a text as token ids, without the prefix."""
-        # verbose=False: transformers would warn that a whole book is longer than the model's
-        # maximum.
-        ids: Sequence[int] = self.tokenizer.encode(text, add_special_tokens=False, verbose=False)
-        return ids
+        return encode_bare(self.tokenizer, text)
 
 
 def cut_windows(

@@ -153,7 +153,7 @@ def _row(place: Place, keys: Fields, request: PromptRequest) -> CorpusRow:
     def count(key: str, value: Any) -> int:
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise Unfit(
-                f"{where}: data.{key}={getattr(keys, key)}: {value!r} is no number of tokens"
+                f"{where}: data.{key}={getattr(keys, key)}: {value!r} is not a number of tokens"
             )
         return value
 

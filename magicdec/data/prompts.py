@@ -14,7 +14,7 @@ from magicdec.config.registry import CORPORA
 from magicdec.data.base import PromptRequest, Prompts
 from magicdec.data.records import Unfit, check_text, records
 from magicdec.data.text import files_at
-from magicdec.data.tokenizer import encode_prompt
+from magicdec.data.tokenizer import encode_chat, encode_prompt
 from magicdec.errors import UserError
 
 
@@ -84,9 +84,7 @@ def encode(request: PromptRequest, prompt: str | list[dict[str, Any]], where: st
     if isinstance(prompt, str):
         ids = encode_prompt(tokenizer, prompt)
     elif getattr(tokenizer, "chat_template", None):
-        ids = tokenizer.encode(
-            _templated(tokenizer, prompt, where), add_special_tokens=False, verbose=False
-        )
+        ids = encode_chat(tokenizer, prompt, where)
     else:  # a base model, which was trained on plain text
         ids = encode_prompt(tokenizer, "\n\n".join(message["content"] for message in prompt))
     if not ids:
@@ -100,13 +98,3 @@ def check_length(length: int, request: PromptRequest, where: str) -> None:
     if length > request.context_len:
         most = f"more than batch.context_len={request.context_len}"
         raise Unfit(f"{where}: the prompt has {length:,} tokens, {most}")
-
-
-def _templated(tokenizer: Any, messages: list[dict[str, Any]], where: str) -> str:
-    """Return a conversation as text, up to where the model's answer begins."""
-    try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except (
-        Exception
-    ) as error:  # templates are programs of the checkpoint: any exception is possible
-        raise UserError(f"{where}: the chat template refuses these messages ({error})") from None

@@ -53,8 +53,8 @@ def records(path: str, corpus: str) -> Iterator[Place]:
     UserError for what cannot be read; `corpus` is the file's name in errors.
     """
     file = Path(os.path.expanduser(path))
-    if not os.path.isfile(file):  # Path.is_file raises for a path that is too long
-        state = "is a folder, not a file" if file.is_dir() else "no such file"
+    if not os.path.isfile(file):  # pathlib's twin raises for a path that is too long
+        state = "is a folder, not a file" if os.path.isdir(file) else "no such file"
         raise UserError(f"{corpus}: {state}")
     try:
         with _opened(file) as text:
@@ -185,7 +185,7 @@ def _array(texts: Iterable[str], lines: Lines, corpus: str) -> Iterator[Place]:
             yield number, where, content
             number += 1
     if not AT_THE_END.fullmatch(buffer, at):
-        raise UserError(f"{corpus} is no JSON array: it does not end behind row {number - 1}")
+        raise UserError(f"{corpus} is not a JSON array: it does not end behind row {number - 1}")
 
 
 def _parsed(line: str, where: str) -> Any:

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from magicdec.errors import UserError
+from magicdec.errors import UserError, in_brief
 
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 
@@ -16,7 +16,7 @@ def load_tokenizer(folder: Path) -> Any:
     # Transformers opens all of them, and opening a pipe may never end.
     for file in folder.iterdir():
         if file.exists() and not (file.is_file() or file.is_dir()):
-            raise UserError(f"{file} is no regular file")
+            raise UserError(f"{file} is not a regular file")
     if not any((folder / name).exists() for name in FILES):
         raise UserError(f"{folder}: no tokenizer in this folder (looked for {', '.join(FILES)})")
     # Imported here because it takes seconds, which `data=random` and `--help` do not need.
@@ -82,6 +82,28 @@ def encode_prompt(tokenizer: Any, text: str) -> list[int]:
     prefix = list(prefix_of(tokenizer))
     count = len(prefix)
     return ids[count:] if prefix and ids[count : 2 * count] == prefix else ids
+
+
+def encode_bare(tokenizer: Any, text: str) -> list[int]:
+    """Return a text as token ids, without the tokenizer's prefix."""
+    # verbose=False: transformers would warn that a long text is longer than the model's maximum.
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False, verbose=False)
+    return ids
+
+
+def encode_chat(tokenizer: Any, messages: list[dict[str, Any]], where: str) -> list[int]:
+    """Return a conversation as token ids, up to where the model's answer begins.
+
+    Raise UserError for messages that the tokenizer's chat template refuses; `where` is what the
+    error calls them.
+    """
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # a template is a program of the checkpoint, and may raise anything
+        raise UserError(
+            f"{where}: refused by the model's chat template: {in_brief(str(error))}"
+        ) from None
+    return encode_bare(tokenizer, text)  # the template adds the prefix
 
 
 class Detokenizer:

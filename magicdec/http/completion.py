@@ -8,7 +8,6 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Self
 
-from jinja2 import TemplateError
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -20,8 +19,8 @@ from pydantic import (
 )
 from typing_extensions import override
 
-from magicdec.data.tokenizer import encode_prompt
-from magicdec.errors import UserError, in_brief
+from magicdec.data.tokenizer import encode_chat, encode_prompt
+from magicdec.errors import UserError
 from magicdec.serving.request import Params
 from magicdec.verification.sampling import Sampling
 
@@ -225,7 +224,8 @@ class Chat(SharedFields):
     neutral = NEUTRAL | {"logprobs": (False,)}
 
     messages: Annotated[list[Message], Field(min_length=1), FailFast()]
-    max_completion_tokens: int | None = None  # OpenAI's new name of max_tokens
+    # OpenAI's new name of max_tokens.
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
 
     @override
     def limit(self, room: int) -> int:
@@ -241,16 +241,7 @@ class Chat(SharedFields):
                 f"model={self.model} has no chat template; send a prompt to /v1/completions"
             )
         messages = [message.model_dump(exclude_none=True) for message in self.messages]
-        try:
-            text = tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True
-            )
-        except TemplateError as error:  # many templates check the order of roles
-            raise UserError(
-                f"messages: the model's template refuses them: {in_brief(str(error))}"
-            ) from None
-        # The template adds them.
-        return tokenizer.encode(text, add_special_tokens=False, verbose=False)
+        return encode_chat(tokenizer, messages, "messages")
 
     @override
     def choice(self, text: str, end: str | None) -> dict[str, Any]:

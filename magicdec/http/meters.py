@@ -5,7 +5,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from magicdec.measure.metrics import Rounds
+from magicdec.measure.metrics import Rounds, num_accepted, num_proposed
 from magicdec.serving.engine import AsyncEngine
 from magicdec.serving.request import Stats
 
@@ -68,12 +68,12 @@ class Amounts:
     @property
     def proposed(self) -> int:
         """Return the proposed tokens."""
-        return sum(proposed * number for (proposed, _), number in self.rounds.items())
+        return num_proposed(self.rounds)
 
     @property
     def accepted(self) -> int:
         """Return the accepted tokens."""
-        return sum(accepted * number for (_, accepted), number in self.rounds.items())
+        return num_accepted(self.rounds)
 
     @property
     def usage(self) -> dict[str, Any]:

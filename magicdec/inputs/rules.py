@@ -96,6 +96,7 @@ class must:
 
 
 Count = Annotated[int, Field(ge=1)]
+Natural = Annotated[int, Field(ge=0, lt=1 << 53)]  # that a number of JSON holds exactly
 Fraction = Annotated[float, Field(gt=0, le=1), must("must be above 0 and at most 1")]
 Share = Annotated[float, Field(ge=0, le=1), must("must be between 0 and 1")]
 # A probability, a mean number of tokens a round, or probabilities by position.

@@ -76,6 +76,16 @@ def acceptance_metrics(generations: Iterable[Generation]) -> Metrics:
     return acceptance(sum(map(rounds_of, generations), Rounds()))
 
 
+def num_proposed(rounds: Rounds) -> int:
+    """Return the proposed tokens of all rounds."""
+    return sum(proposed * number for (proposed, _), number in rounds.items())
+
+
+def num_accepted(rounds: Rounds) -> int:
+    """Return the accepted tokens of all rounds."""
+    return sum(accepted * number for (_, accepted), number in rounds.items())
+
+
 def acceptance(rounds: Rounds) -> Metrics:
     """Return the acceptance metrics of rounds that `is_whole` admits; acceptance_rounds alone if
     there are none.

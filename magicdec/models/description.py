@@ -44,7 +44,7 @@ def locate(path: str, key: str = "target.path", weights: bool = True) -> Path:
             return folder
     if not HUB_ID.fullmatch(path):
         raise UserError(
-            f"{key}={path} is no folder; valid: a folder with a {CONFIG}, or a hub id such as"
+            f"{key}={path} is not a folder; valid: a folder with a {CONFIG}, or a hub id such as"
             " org/name"
         )
     return _download(path, key, ["*.json", "*.safetensors"] if weights else ["*.json"])
@@ -180,8 +180,8 @@ def _download(path: str, key: str, patterns: list[str]) -> Path:
         )
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
         reason = (
-            "is no folder nor in the hub's cache, and the hub is out of reach: download it and"
-            f" pass {key}=FOLDER"
+            "is neither a folder nor in the hub's cache, and the hub is out of reach: download it"
+            f" and pass {key}=FOLDER"
         )
     except Exception as error:  # any failure of the network or the disk is one line for the user
         reason = (

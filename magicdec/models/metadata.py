@@ -37,7 +37,7 @@ def open_file(path: Path) -> BinaryIO:
     """
     try:
         if path.exists() and not path.is_file():
-            raise UserError(f"{path} is no regular file")
+            raise UserError(f"{path} is not a regular file")
         return path.open("rb")
     except OSError as error:
         raise UserError(

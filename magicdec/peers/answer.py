@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Annotated, Any, TypeVar
 
-from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic import ValidationError, ValidatorFunctionWrapHandler, WrapValidator
 from pydantic.dataclasses import dataclass
 from typing_extensions import override
 
 from magicdec.errors import UserError
-from magicdec.inputs.rules import JSON
+from magicdec.inputs.rules import JSON, Natural
 from magicdec.peers.base import Counts
 from magicdec.serving.request import Params, Request
 
@@ -27,7 +27,6 @@ def _or_none(value: Any, inner: ValidatorFunctionWrapHandler) -> Any:
 
 
 T = TypeVar("T")
-Number = Annotated[int, Field(ge=0, lt=1 << 53)]
 # What can be done without: None for anything else.
 Lenient = Annotated[T | None, WrapValidator(_or_none)]
 
@@ -44,17 +43,17 @@ class Details:
     `rounds` is ours.
     """
 
-    accepted_prediction_tokens: Number | None = None
-    rejected_prediction_tokens: Number | None = None
-    rounds: Number | None = None
+    accepted_prediction_tokens: Natural | None = None
+    rejected_prediction_tokens: Natural | None = None
+    rounds: Natural | None = None
 
 
 @dataclass(frozen=True, config=JSON)
 class Usage:
     """The tokens of a request so far."""
 
-    completion_tokens: Number | None = None
-    prompt_tokens: Lenient[Number] = None
+    completion_tokens: Natural | None = None
+    prompt_tokens: Lenient[Natural] = None
     completion_tokens_details: Lenient[Details] = None
 
 
@@ -67,7 +66,7 @@ class Choice:
     text: str | None = None
     reasoning: Lenient[str] = None
     reasoning_content: Lenient[str] = None
-    token_ids: list[Number] | None = None
+    token_ids: list[Natural] | None = None
     finish_reason: Lenient[str] = None
 
 
@@ -75,8 +74,8 @@ class Choice:
 class Timings:
     """Where llama.cpp's server counts proposals."""
 
-    draft_n: Number | None = None
-    draft_n_accepted: Number = 0
+    draft_n: Natural | None = None
+    draft_n_accepted: Natural = 0
 
 
 @dataclass(frozen=True, config=JSON)
@@ -85,9 +84,9 @@ class Speculation:
     accepted tokens, from none on.
     """
 
-    num_spec_steps: Number
-    num_draft_tokens: Number
-    acceptance_histogram: list[Number]
+    num_spec_steps: Natural
+    num_draft_tokens: Natural
+    acceptance_histogram: list[Natural]
 
     @property
     def counts(self) -> Counts:
@@ -190,8 +189,8 @@ class EndpointRequest(Request):
             cut_short = "" if self.finish_reason or is_done else ", and breaks off"
             raise EndpointFailed(f"its answer has no usage, which counts its tokens{cut_short}")
         if not self.num_tokens:
-            but_text = ", says its usage, but text" if self.text else ""
-            raise EndpointFailed(f"its answer has no tokens{but_text}")
+            despite = ", by its usage, though it has text" if self.text else ""
+            raise EndpointFailed(f"its answer has no tokens{despite}")
         most = self.params.max_tokens
         if self.num_tokens < most:
             self._check_early_end(

@@ -14,7 +14,7 @@ from uuid import uuid4
 import aiohttp
 import openai
 
-from magicdec.data.tokenizer import prefix_of
+from magicdec.data.tokenizer import encode_bare, prefix_of
 from magicdec.errors import UserError, in_brief, to_stderr
 from magicdec.inputs.rules import parse_json
 from magicdec.peers.answer import EndpointFailed, EndpointRequest, Event
@@ -241,11 +241,7 @@ class Endpoint:
     def _encode(self, text: str) -> list[int]:
         if self.address.names_ids:
             return [int(token) for token in re.findall(r"\[(\d+)\]", text)]
-        return (
-            self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
-            if self._tokenizer
-            else []
-        )
+        return encode_bare(self._tokenizer, text) if self._tokenizer else []
 
     async def counters(self) -> Counts:
         """Return the server's own counters of speculation so far; none where it has no /metrics."""

@@ -13,15 +13,15 @@ from magicdec.errors import in_brief
 from magicdec.peers.answer import EndpointFailed
 
 DONE = "[DONE]"
-BEGINNING = 2000  # bytes of a body that is no stream, which are quoted
+BEGINNING = 2000  # bytes of a body that is not a stream, which are quoted
 WORDS = ("message", "msg", "detail", "error")  # keys under which servers put what went wrong
 
 
 async def data_of(chunks: AsyncIterator[bytes]) -> AsyncIterator[str]:
     """Yield the data of each event, `[DONE]` at last if it was sent.
 
-    Raise EndpointFailed with the server's own words for an error, and for a body that is no stream
-    of events.
+    Raise EndpointFailed with the server's own words for an error, and for a body that is not a
+    stream of events.
     """
     beginning, number = b"", 0
     fields: dict[str, str] = {}
@@ -39,7 +39,7 @@ async def data_of(chunks: AsyncIterator[bytes]) -> AsyncIterator[str]:
         fields = {}
     if not number:
         said = _words_in(beginning[:BEGINNING].decode(errors="replace")) or "it is empty"
-        raise EndpointFailed(f"its answer is no stream of events: {said}")
+        raise EndpointFailed(f"its answer is not a stream of events: {said}")
 
 
 async def _lines(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
@@ -97,7 +97,7 @@ def _words_in(text: str) -> str:
 
 
 def _plain(text: str) -> Any:
-    """Return JSON as plain data; None if it is none."""
+    """Return JSON as plain data; None for a text that is not JSON."""
     try:
         return json.loads(text)
     except ValueError:

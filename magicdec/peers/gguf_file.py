@@ -26,8 +26,10 @@ def write(folder: Path, path: Path, dtype: str) -> None:
     add_architecture(writer, config)
     kind = gguf.GGMLQuantizationType[TYPES[dtype]]
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in files_of(folder):
         for name, tensor in SafetensorsLocal(file).tensors.items():
+            if name.endswith("rotary_emb.inv_freq"):  # some checkpoints store what follows from it
+                continue
             raw = tensor.mmap_bytes()
             weight = gguf.dequantize(raw, gguf.GGMLQuantizationType[tensor.dtype]).reshape(
                 tensor.shape
@@ -39,7 +41,7 @@ def write(folder: Path, path: Path, dtype: str) -> None:
                 )
             stored_kind = kind if weight.ndim > 1 else gguf.GGMLQuantizationType.F32
             gguf_name = names.get_name(name, [".weight"])
-            assert gguf_name, f"{name} is no weight of a Llama"
+            assert gguf_name, f"{name} is not a weight of a Llama"
             writer.add_tensor(
                 gguf_name, gguf.quants.quantize(weight, stored_kind), raw_dtype=stored_kind
             )
@@ -47,6 +49,15 @@ def write(folder: Path, path: Path, dtype: str) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def files_of(folder: Path) -> list[Path]:
+    """Return the files of the weights: the only one, or those of the index."""
+    single = folder / "model.safetensors"
+    if single.exists():
+        return [single]
+    places = json.loads((folder / f"{single.name}.index.json").read_text())["weight_map"]
+    return sorted({folder / name for name in places.values()})
 
 
 def num_kv_heads(config: dict) -> int:

@@ -144,8 +144,8 @@ def at_gamma(url: str, gamma: int) -> str:
 
 
 def _check_url(key: str, url: str, allow_remote: bool) -> None:
-    """Raise UserError for an address that is none, holds a password, or is on another machine
-    without permission.
+    """Raise UserError for what is not an address, or one that holds a password, or is on another
+    machine without permission.
     """
     mistake = UserError(f"{key}={url}: must be an address such as http://127.0.0.1:8000/v1")
     try:

@@ -101,7 +101,7 @@ class WorkerProcess:
             answer = None
         if not isinstance(answer, dict):
             raise self.failure(
-                f"answered {line[:80].decode(errors='replace')!r}, which is no JSON object"
+                f"answered {line[:80].decode(errors='replace')!r}, which is not a JSON object"
             )
         if "error" in answer:
             reason = in_brief(str(answer["error"]))

@@ -21,7 +21,7 @@ from magicdec.config.schema import Config
 from magicdec.drafts.ngram import PromptLookup
 from magicdec.errors import UserError, exit_in_words, in_brief, to_stderr
 from magicdec.inputs.fingerprint import of_files
-from magicdec.inputs.rules import JSON, STRICT, must
+from magicdec.inputs.rules import JSON, STRICT, Natural, must
 from magicdec.measure.metrics import RowTimes
 from magicdec.models import checkpoint
 from magicdec.peers.base import Counts, Peer, PeerGeneration, PeerSpec
@@ -39,7 +39,6 @@ owners = metadata.packages_distributions()
 packages = sorted({package for module in sys.argv[1:] for package in owners.get(module, [])})
 print(", ".join(f"{package} {metadata.version(package)}" for package in packages))
 """
-Count = Annotated[int, Field(ge=0, lt=1 << 53)]
 Seconds = Annotated[list[Annotated[float, Field(ge=0)]], must("must be a list of seconds")]
 
 
@@ -54,14 +53,14 @@ class Loaded:
 class Decoded:
     """A worker's answer to a batch: lists of one value for each row, and counts as in `Counts`."""
 
-    tokens: Annotated[list[list[Count]], must("must be a list of lists of tokens")]
+    tokens: Annotated[list[list[Natural]], must("must be a list of lists of tokens")]
     first: Seconds
     decode: Seconds
-    rounds: Count
-    proposed: Count
-    unplaced: Count
-    peak_bytes: Count
-    accepted: Annotated[list[Count], must("must be a list of counts")]
+    rounds: Natural
+    proposed: Natural
+    unplaced: Natural
+    peak_bytes: Natural
+    accepted: Annotated[list[Natural], must("must be a list of counts")]
 
     def __post_init__(self) -> None:
         for name in ("first", "decode"):

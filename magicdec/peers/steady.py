@@ -97,8 +97,8 @@ def counts_of(requests: Sequence[EndpointRequest], of_server: Counts) -> Counts:
 
 
 def burst_of(requests: Sequence[EndpointRequest], counts: Counts = NONE) -> Burst | None:
-    """Return what answered requests that were sent at once say; None if too few rounds have all of
-    them.
+    """Return the figures of answered requests that were sent at once; None if too few rounds have
+    all of them.
 
     `counts` are those of speculation over all requests: without any, a round has a token.
     """

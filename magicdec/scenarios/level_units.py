@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import TypeAdapter
 
 from magicdec.measure.contexts import Speculated
-from magicdec.measure.metrics import Rounds
+from magicdec.measure.metrics import Rounds, num_accepted
 from magicdec.peers.base import Counts
 from magicdec.scenarios.unit_folder import UnitFolder
 from magicdec.serving.load_generator import Load
@@ -46,8 +46,7 @@ class ServedRequest:
         if self.counts is not None:
             rounds, accepted = self.counts.rounds, self.counts.num_accepted
         else:
-            rounds = self.rounds.total()
-            accepted = sum(taken * n for _, taken, n in self.counted_rounds)
+            rounds, accepted = self.rounds.total(), num_accepted(self.rounds)
         return Speculated(self.stats.prompt_tokens, rounds, accepted)
 
 

@@ -22,6 +22,7 @@ from magicdec.measure.metrics import Metrics, Rounds, acceptance, category_accep
 from magicdec.planning import build, fits
 from magicdec.planning.resolve import resolve
 from magicdec.planning.resolved import Plan
+from magicdec.planning.shared import SHARED
 from magicdec.scenarios.level_units import LevelUnit, LevelUnits, ServedRequest
 from magicdec.scenarios.levels import (
     jobs_of,
@@ -173,6 +174,7 @@ def served(overrides: Sequence[str], progress: Progress) -> tuple[Plan, Slots, A
         raise UserError(
             f"hardware.tensor_parallel={plan.num_ranks}: one device serves text; set it to 1"
         )
+    SHARED.begin("none")  # whatever a sweep has kept in this process: no job follows
     fits.check(plan, int(batch.size), batch.context_len)
     tokenizer = load_tokenizer(plan.target.folder)
     slots = Slots(

@@ -59,7 +59,7 @@ class Answering(Protocol):
     """An engine that can be under load: ours, or a server."""
 
     def generate(self, prompt: list[int], params: Params) -> Any:
-        """Return an asynchronous iterator, which ends with the request and has it as `request`."""
+        """Return an asynchronous iterator over chunks, whose `request` is what was sent."""
 
 
 async def under_load(

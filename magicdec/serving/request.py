@@ -11,7 +11,7 @@ from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from magicdec.config.groups import SamplingConfig
 from magicdec.inputs.rules import STRICT, Count, refusal
-from magicdec.measure.metrics import Rounds, acceptance, is_whole
+from magicdec.measure.metrics import Rounds, acceptance, is_whole, num_accepted, num_proposed
 from magicdec.verification.sampling import Sampling
 
 
@@ -109,8 +109,8 @@ class Request:
             time_per_output_token_s=(times[-1] - times[0]) / (count - 1) if count > 1 else None,
             request_latency_s=times[-1] - self.arrived if times else None,
             inter_chunk_s=[after - before for before, after in pairwise(times)],
-            proposed=sum(proposed * number for (proposed, _), number in self.rounds.items()),
-            accepted=sum(accepted * number for (_, accepted), number in self.rounds.items()),
+            proposed=num_proposed(self.rounds),
+            accepted=num_accepted(self.rounds),
             acceptance_rate=rates.get("acceptance_rate"),  # type: ignore[arg-type]
             acceptance_length=rates.get("acceptance_length"),  # type: ignore[arg-type]
         )

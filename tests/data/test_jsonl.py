@@ -165,9 +165,9 @@ def test_prompts_of_a_length_alone_are_different_parts_of_the_filler(tmp_path):
         (
             {"p": "x", "o": 1.5},
             "prompt=p output_len=o",
-            "data.output_len=o: 1.5 is no number of tokens",
+            "data.output_len=o: 1.5 is not a number of tokens",
         ),
-        ({"n": 0}, "prompt_len=n", "data.prompt_len=n: 0 is no number of tokens"),
+        ({"n": 0}, "prompt_len=n", "data.prompt_len=n: 0 is not a number of tokens"),
         ({"n": 61}, "prompt_len=n", "the prompt has 61 tokens, more than batch.context_len=60"),
         ({"p": "x", "c": None}, "prompt=p category=c", "data.category=c: there is no value"),
         ({"p": "x", "r": []}, "prompt=p reference=r", "must be a text, or a list of texts"),

@@ -377,4 +377,4 @@ def test_doctor_says_what_a_model_will_do_here(folders, capsys):
     assert "native: our own transformer" in capsys.readouterr().out
     assert doctor.main(["--model", "no such/folder at all"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: --model=no such/folder at all is no folder; valid: ")
+    assert line.startswith("error: --model=no such/folder at all is not a folder; valid: ")

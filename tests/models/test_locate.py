@@ -28,7 +28,7 @@ NOTHING = [
 # The last two no system takes.
 @pytest.mark.parametrize("path", [*NOTHING, "a" * 5000, "a/" * 3000])
 def test_a_path_that_is_nothing(path):
-    with pytest.raises(UserError, match="is no folder; valid: a folder with a"):
+    with pytest.raises(UserError, match="is not a folder; valid: a folder with a"):
         locate(path)
 
 

@@ -262,7 +262,7 @@ def test_files_that_are_none(folder, file, kind):
     else:
         path.mkdir()
     if (file, kind) != ("tokenizer_config.json", "folder"):  # which the tokenizer does not mind
-        assert f"{path} is no regular file" in refusal(folder, tokenizer=True)
+        assert f"{path} is not a regular file" in refusal(folder, tokenizer=True)
 
 
 def test_a_link_is_followed(folder, tmp_path):

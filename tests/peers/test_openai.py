@@ -251,7 +251,7 @@ STREAM = 'data: {"choices": 3}\n\n'
             "it refuses the key; name the variable that holds it with engine.key_variable",
         ),
         ({"status": 307, "body": "{}"}, "307"),
-        ({"body": NO_STREAM}, "its answer is no stream of events: <html>Welcome</html>"),
+        ({"body": NO_STREAM}, "its answer is not a stream of events: <html>Welcome</html>"),
         ({"body": STREAM}, "choices=3: must be a list"),
         ({"body": "data: {nonsense\n\n"}, ""),
         ({"body": 'data: [1, 2]\n\ndata: null\n\ndata: "a"\n\n'}, ""),

@@ -59,7 +59,7 @@ FAULTS = {
     "mute": (READY + "os.close(1); time.sleep(60)", r"ended \(its output was closed\)"),
     "half a line": (
         READY + "os.write(1, b'{\"tokens\": [[1'); sys.exit(0)",
-        "answered '.*tokens.*no JSON object",
+        "answered '.*tokens.*not a JSON object",
     ),
     "escapes": (READY + r"sys.exit('\x1b[31mred\x07\r\n\ud800')", r"its last words: \\udc?"),
     "stderr": (
@@ -68,14 +68,17 @@ FAULTS = {
     ),
     "stdout": (
         READY + "while True: os.write(1, b'x' * 65536)",
-        "answered 'x{80}', which is no JSON object",
+        "answered 'x{80}', which is not a JSON object",
     ),
     "error": (answering('{"error": "ValueError: no\\nmore"}'), "failed: ValueError: no more"),
-    "text": (answering("Loading: 100%"), r"answered 'Loading: 100%\\n', which is no JSON object"),
-    "list": (answering("[1]"), r"answered '\[1\]\\n', which is no JSON object"),
-    "null": (answering("null"), "answered 'null.*, which is no JSON object"),
-    "deep": (answering("[" * 100_000), r"answered '\[{80}', which is no JSON object"),
-    "digits": (answering("9" * 5000), "answered '9{80}', which is no JSON object"),
+    "text": (
+        answering("Loading: 100%"),
+        r"answered 'Loading: 100%\\n', which is not a JSON object",
+    ),
+    "list": (answering("[1]"), r"answered '\[1\]\\n', which is not a JSON object"),
+    "null": (answering("null"), "answered 'null.*, which is not a JSON object"),
+    "deep": (answering("[" * 100_000), r"answered '\[{80}', which is not a JSON object"),
+    "digits": (answering("9" * 5000), "answered '9{80}', which is not a JSON object"),
     "empty": (answering("{}"), "broke the protocol: its answer: tokens is missing a value"),
     "NaN": (
         answering(json.dumps(GOOD | {"first": [float("nan")]})),

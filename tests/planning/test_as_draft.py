@@ -95,7 +95,7 @@ def test_a_model_that_was_trained_on_shorter_texts(small, family, beyond):
 
 
 def test_a_home_directory_of_nobody_is_no_folder():
-    with pytest.raises(UserError, match=r"^--model=~no-such-user/config is no folder; valid: "):
+    with pytest.raises(UserError, match=r"^--model=~no-such-user/config is not a folder; valid: "):
         read_description("~no-such-user/config", "--model")
 
 

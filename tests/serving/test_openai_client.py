@@ -126,7 +126,7 @@ def test_a_stop_string_frees_the_slot_and_is_counted_as_a_stop(chat, whole):
         ),
         (
             {"messages": [{"role": "robot", "content": "a"}]},
-            "messages: the model's template refuses them: no robots",
+            "messages: refused by the model's chat template: no robots",
         ),
         ({"tools": [{"type": "function"}]}, "not supported; leave it out"),
         ({"max_completion_tokens": 500}, "together they may be 512"),

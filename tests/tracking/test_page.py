@@ -396,7 +396,7 @@ def test_a_run_under_load_is_one_run_with_a_line_over_its_levels(look, tmp_path)
     )
     assert panels == ["fastest", "chart1", "chart3", "pareto", "runs"]
     assert load == [2, 6]
-    assert "1.50x per row and 1.25x per level" in said
+    assert "1.50x per row (95% interval 1.40x to 1.60x) and 1.25x per level" in said
     assert "load.concurrency" in words
     assert not has_null
 
