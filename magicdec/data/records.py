@@ -53,7 +53,7 @@ def records(path: str, corpus: str) -> Iterator[Place]:
     UserError for what cannot be read; `corpus` is the file's name in errors.
     """
     file = Path(os.path.expanduser(path))
-    if not os.path.isfile(file):  # pathlib's twin raises for a path that is too long
+    if not os.path.isfile(file):  # pathlib raises for a path that is too long
         state = "is a folder, not a file" if os.path.isdir(file) else "no such file"
         raise UserError(f"{corpus}: {state}")
     try:
