@@ -21,6 +21,9 @@ GZIP, UTF16 = b"\x1f\x8b", (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # how suc
 # In an array.
 BEFORE_THE_FIRST, BEFORE_A_ROW = re.compile(r"\s*\[\s*"), re.compile(r"\s*,\s*")
 AT_THE_END = re.compile(r"\s*\]\s*")
+# Characters of a row that is looked at again after each of its lines. A longer one is looked at
+# whenever it has doubled, because each look begins at its start.
+SHORT_ROW = 1 << 12
 
 
 class Unfit(UserError):
@@ -167,8 +170,15 @@ def _array(texts: Iterable[str], lines: Lines, corpus: str) -> Iterator[Place]:
     """Yield the rows of an array as they are read: a file of gigabytes is not in memory at once."""
     buffer = ""
     at, number = 0, 1
-    for text in texts:
-        buffer = buffer[at:] + text
+    unread: list[str] = []
+    awaited = 0  # characters
+    for text in chain(texts, [""]):  # which ends the file, and is no line
+        unread.append(text)
+        awaited -= len(text)
+        if text and awaited > 0:
+            continue
+        buffer = buffer[at:] + "".join(unread)
+        unread = []
         at = 0
         while before := (BEFORE_A_ROW if number > 1 else BEFORE_THE_FIRST).match(buffer, at):
             where = f"{corpus}, row {number}"
@@ -184,6 +194,8 @@ def _array(texts: Iterable[str], lines: Lines, corpus: str) -> Iterator[Place]:
                 raise UserError(f"{where} cannot be read ({in_one_line(error)})") from None
             yield number, where, content
             number += 1
+        length = len(buffer) - at  # of a row that has begun
+        awaited = length if length > SHORT_ROW else 0
     if not AT_THE_END.fullmatch(buffer, at):
         raise UserError(f"{corpus} is not a JSON array: it does not end behind row {number - 1}")
 

@@ -318,6 +318,22 @@ def test_an_array_is_read_row_by_row(tmp_path):
     assert texts(loaded(tmp_path / "rows.json", "data.prompt=p", num_rows=1)) == ["one"]
 
 
+def test_a_row_of_many_lines_is_not_parsed_after_each(tmp_path, monkeypatch):
+    """Tokens of a long prompt, one in each line."""
+    decoder, looks = json.JSONDecoder.raw_decode, []
+
+    def raw_decode(self, text, start=0):
+        looks.append(len(text) - start)
+        return decoder(self, text, start)
+
+    monkeypatch.setattr(json.JSONDecoder, "raw_decode", raw_decode)
+    rows = [{"tokens": list(range(10_000, 40_000))}, {"tokens": [1, 2]}]
+    file = tmp_path / "rows.json"
+    file.write_text(json.dumps(rows, indent=0))
+    assert [content for _, _, content in records(str(file), "a corpus")] == rows
+    assert sum(looks) < 12 * file.stat().st_size
+
+
 @pytest.mark.parametrize(
     "typed", ["{a}\\n\\n{b}", "{a}\n\n{b}"], ids=["as a shell leaves it", "as YAML has it"]
 )
