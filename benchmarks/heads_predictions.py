@@ -26,7 +26,7 @@ from magicdec.costmodel.acceptance import Curves, published
 from magicdec.costmodel.hardware import hardware_named
 from magicdec.costmodel.memory_estimate import memory
 from magicdec.costmodel.prediction import predict
-from magicdec.costmodel.roofline import Pass, entries_time, step_time
+from magicdec.costmodel.roofline import Pass, step_time
 from magicdec.costmodel.round import RoundTimes, Setup, round_times
 from magicdec.costmodel.targets import architecture
 
@@ -87,12 +87,7 @@ def parallel_times(setup: Setup, head: Head, policy: str) -> tuple[Setup, RoundT
     at = with_draft(setup, policy, "eagle3", config)
     times = round_times(at, head.gamma)
     rows = Pass(config, at.batch, head.gamma, at.tokens_read, at.ranks)
-    entries = entries_time(rows._replace(query_tokens=head.gamma + 1), at.hardware)
-    return at, times._replace(
-        draft=step_time(rows, at.hardware).scaled(1 / head.gamma),
-        # round_times has the entries of one layer.
-        overhead=times.overhead.plus(entries, head.layers - 1),
-    )
+    return at, times._replace(draft=step_time(rows, at.hardware).scaled(1 / head.gamma))
 
 
 def heads(setup: Setup, lengths: dict[int, float]) -> Iterator[Row]:

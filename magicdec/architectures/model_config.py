@@ -168,6 +168,11 @@ class ModelConfig:
         return 0
 
     @property
+    def num_fusions(self) -> int:
+        """Return how often hidden states are joined: once for all layers."""
+        return 1
+
+    @property
     def num_parameters(self) -> int:
         """Return the weights of the whole model, tied embeddings counted once."""
         q = self.num_heads * self.head_dim

@@ -43,6 +43,12 @@ class MtpConfig(ModelConfig):
 
     @property
     @override
+    def num_fusions(self) -> int:
+        """Return how often hidden states are joined: in each module."""
+        return self.num_layers
+
+    @property
+    @override
     def num_parameters(self) -> int:
         """Return the modules' own weights."""
         whole = super().num_parameters - self.hidden_size

@@ -230,27 +230,20 @@ def _reads(memory: TokenMemory, forward: Pass, hardware: Hardware) -> list[Opera
 
 
 def entries_time(forward: Pass, hardware: Hardware) -> StepTime:
-    """Return the seconds in which a head makes entries of the target's hidden states: without
-    attention and MLP.
+    """Return the seconds in which a head makes entries of the target's hidden states in all its
+    layers: without attention and MLP.
     """
     model = _share(forward.model, forward.ranks)
+    layers = model.num_layers
     outputs = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-    weights = model.fused_parameters + model.qkv_inputs * outputs
+    fused = model.num_fusions * model.fused_parameters
+    weights = fused + layers * model.qkv_inputs * outputs
     rows = forward.batch * forward.query_tokens
-    size = forward.activation_bytes
-    moved = (
-        rows
-        * (
-            model.fused_parameters // model.hidden_size
-            + model.hidden_size
-            + model.qkv_inputs
-            + outputs
-        )
-        * size
-    )
+    in_layers = layers * (model.hidden_size + model.qkv_inputs + outputs)
+    moved = rows * (fused // model.hidden_size + in_layers) * forward.activation_bytes
     reading = weights * forward.weight_bytes / hardware.bandwidth
     compute = 2 * rows * weights / hardware.matmul_rate(rows)
-    overhead = 1e-6 * hardware.efficiency.layer_overhead_us
+    overhead = 1e-6 * layers * hardware.efficiency.layer_overhead_us
     return StepTime(
         weights=reading if reading >= compute else 0.0,
         activations=moved / hardware.bandwidth,

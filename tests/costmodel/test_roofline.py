@@ -3,9 +3,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from magicdec.architectures.block_config import BlockConfig
 from magicdec.attention.sdpa import SdpaAttention
 from magicdec.costmodel import roofline
-from magicdec.costmodel.roofline import Pass
+from magicdec.costmodel.roofline import Pass, entries_time
 from magicdec.models.kv_cache import KVCache
 from magicdec.models.parallel import Share
 from magicdec.models.transformer import Transformer
@@ -160,3 +161,15 @@ def test_what_is_not_hidden_is_added(ideal, model):
     for overlap in (1.0, 0.25):
         expected = sum(max(part) + (1 - overlap) * min(part) for part in parts)
         assert roofline.step_time(forward, ideal(overlap=overlap)).total == pytest.approx(expected)
+
+
+def test_entries_are_made_in_all_layers_of_the_hidden_states_that_are_joined_once(ideal, model):
+    """DFlash has five layers, each with keys and values of its own."""
+    one = replace(BlockConfig.like(model("llama-3.1-8b")), num_layers=1)
+    times = [
+        entries_time(Pass(replace(one, num_layers=layers), 1, 1, 1), ideal()) for layers in (1, 5)
+    ]
+    joined = one.fused_parameters
+    in_a_layer = one.qkv_inputs * (one.num_heads + 2 * one.num_kv_heads) * one.head_dim
+    ratio = (joined + 5 * in_a_layer) / (joined + in_a_layer)
+    assert times[1].weights == pytest.approx(ratio * times[0].weights)
