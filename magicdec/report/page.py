@@ -121,7 +121,7 @@ def _data(rows: Sequence[Row]) -> dict[str, Any]:
     """Return what the script reads: the columns, the menus with their first choices, the
     descriptions of charts, and Vega as vl-convert carries it.
     """
-    rows = [row | _judged(row) for row in rows]
+    rows = [_rounded(row | _judged(row)) for row in rows]
     settings, keys = informative(rows), keys_of(rows)
     numeric = {key for key in keys if any(is_number(row.get(key)) for row in rows)}
     columns = _columns(rows, keys)
@@ -158,7 +158,7 @@ def _columns(rows: Sequence[Row], keys: Sequence[str]) -> dict[str, list[Any]]:
     shown = [
         key for key in keys if key not in LEFT_OUT and (key in differing or not is_setting(key))
     ]
-    columns = {key: [_rounded(row.get(key)) for row in rows] for key in shown}
+    columns = {key: [row.get(key) for row in rows] for key in shown}
     return columns | {"": ["all"] * len(rows), "command": [command(row) for row in rows]}
 
 
@@ -243,10 +243,10 @@ def command(row: Row) -> str:
     return command_line(["magicdec", *words])
 
 
-def _rounded(value: Any) -> Any:
-    """Return a number with DIGITS, or None for NaN and infinity, which JSON cannot hold; all else
-    as it is.
-    """
-    if not isinstance(value, float):
-        return value
-    return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
+def _rounded(row: Row) -> Row:
+    """Return a row whose floats have DIGITS, without NaN and infinity, which JSON cannot hold."""
+    return {
+        key: float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
+        for key, value in row.items()
+        if not isinstance(value, float) or math.isfinite(value)
+    }

@@ -129,6 +129,14 @@ def menus_of(
     return menus
 
 
+def _matches(row: Row, key: str, value: str) -> bool:
+    """Return whether the page shows a run where `value` is picked, as its script does: a run that
+    failed or is predicted has no source of acceptance, and stays.
+    """
+    held = row.get(key, value if key == "acceptance/source" else None)
+    return not value or _typed(held) == value
+
+
 def _typed(value: Any) -> str:
     """Return a value as it is typed on the command line; the page compares numbers as numbers."""
     return str(value).lower() if isinstance(value, bool) else str(value)
@@ -159,11 +167,7 @@ def first_choices(
     """Return the first choice of each menu: settings in which the runs that are shown first
     differ.
     """
-    shown = [
-        row
-        for row in rows
-        if all(not value or str(row.get(key, value)) == value for key, value in picks.items())
-    ]
+    shown = [row for row in rows if all(_matches(row, key, value) for key, value in picks.items())]
     differ = [key for key in menus["x1"] if len({row.get(key) for row in shown}) > 1]
     numbers = [key for key in differ if all(is_number(row.get(key)) for row in shown)]
 

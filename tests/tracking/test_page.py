@@ -213,6 +213,25 @@ def test_one_swept_axis_is_a_line(look):
 
 
 @browser
+def test_the_median_of_two_is_between_them(look):
+    said = look(rows_of("draft__gamma", (1, 2)), "document.getElementById('shown').textContent")
+    assert said == ["2 of 2 runs: speedup 0.80x to 0.90x, median 0.85x, above 1 in 0"]
+
+
+@browser
+def test_a_rate_of_many_digits_can_be_chosen(look):
+    rows = rows_of("load.rate", (2**0.5, 2.0))
+    assert look(rows, "pick('pick:load.rate', '1.4142')", "numShown()")[1] == 1
+
+
+@browser
+def test_a_chosen_policy_leaves_out_runs_without_a_cache(look):
+    rows = [*rows_of("cache.policy", ("streaming", "snapkv")), done(3, speedup=1.0)]
+    shown = look(rows, "pick('pick:cache.policy', 'streaming')", "numShown()")
+    assert shown[1] == 1
+
+
+@browser
 def test_the_best_gamma_is_a_map_over_batch_and_context(look):
     rows = [
         done(

@@ -39,7 +39,7 @@ function chosen() {
   try { wanted = tests(state.where); } catch (error) { $("mistake").textContent = error.message; }
   // Runs that failed, and predicted ones, have no source of acceptance: they stay.
   const matches = (run, key, value) => {
-    const held = get(key, run) ?? value;
+    const held = get(key, run) ?? (key === "acceptance/source" ? value : null);
     return !value || (isNumber(held) ? held === Number(value) : String(held) === value);
   };
   const picked = (run) => data.picks.every((key) => matches(run, key, state[`pick:${key}`]));
@@ -112,9 +112,11 @@ function drawChart(id, runs) {
 
 function summary(runs) {
   const speeds = runs.filter(has("speedup")).map((run) => get("speedup", run)).sort((a, b) => a - b), number = speeds.length;
-  const [least, median, most] = [0, number >> 1, number - 1].map((place) => `${speeds[place]?.toFixed(2)}x`);
-  const said = `: speedup ${least} to ${most}, median ${median}, above 1 in ${speeds.filter((one) => one > 1).length}`;
-  return `${distinct("id", runs)} of ${distinct("id", all)} runs${number ? said : ""}`;
+  const shown = `${distinct("id", runs)} of ${distinct("id", all)} runs`;
+  if (!number) return shown;
+  const median = (speeds[(number - 1) >> 1] + speeds[number >> 1]) / 2;
+  const [least, middle, most] = [speeds[0], median, speeds[number - 1]].map((speed) => `${speed.toFixed(2)}x`);
+  return `${shown}: speedup ${least} to ${most}, median ${middle}, above 1 in ${speeds.filter((one) => one > 1).length}`;
 }
 
 function drawRuns(runs) {
