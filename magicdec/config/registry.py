@@ -160,6 +160,13 @@ def class_of_keys(facts: Any) -> type:
     return facts.keys if isinstance(facts, Corpus) else facts
 
 
+def facts_of_draft(name: str) -> type[DraftConfig]:
+    """Return the facts of a draft: the general ones without a draft, and for one of a plugin that
+    is not imported.
+    """
+    return DRAFTS[name].facts if name in DRAFTS else DraftConfig
+
+
 def has_cache(draft: str) -> bool:
     """Return whether a draft of this name reads `cache`. One of a plugin that is not imported
     might.

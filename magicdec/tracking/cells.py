@@ -15,7 +15,7 @@ def three_digits(value: Any) -> str:
         return ""
     if value == 0 or abs(value) >= 100:
         return f"{value:,.0f}"
-    return f"{value:.3g}" if abs(value) < 1 else f"{value:#.3g}"
+    return f"{value:.3g}" if abs(value) < 1 else f"{value:#.3g}".rstrip(".")
 
 
 def cell(value: Any) -> str:

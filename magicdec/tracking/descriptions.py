@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from magicdec.config.choices import DraftConfig
-from magicdec.config.registry import DRAFTS, POLICIES
+from magicdec.config.registry import POLICIES, facts_of_draft
 from magicdec.costmodel.targets import model_label
 
 
@@ -42,8 +41,7 @@ def described_models(config: Mapping[str, Any]) -> str:
     parts = [model_label(target["name"], target.get("path"))]
     if draft["name"] == "none":
         return ", ".join([*parts, "autoregressive alone"])
-    # A plugin's draft that is not imported has the general facts.
-    facts = DRAFTS[draft["name"]].facts if draft["name"] in DRAFTS else DraftConfig
+    facts = facts_of_draft(draft["name"])
     parts += [facts.described(facts.title, draft)]
     parts += [draft["quantization"]] if draft.get("quantization", "none") != "none" else []
     parts += (

@@ -3,6 +3,7 @@
 import inspect
 import re
 import sys
+import threading
 from dataclasses import replace
 
 import pytest
@@ -89,6 +90,13 @@ def test_without_tensorboard_a_run_does_not_start(monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(UserError, match=r"pip install 'magicdec\[tensorboard\]'"):
         tensorboard.check(CONFIG)
+
+
+def test_tensorboard_leaves_no_thread_behind(run):
+    before = threading.active_count()
+    tensorboard.follow(run)({"live/seconds": 1.0, "live/tokens": 2.0})
+    assert tensorboard.log_run(run).warning is None
+    assert threading.active_count() == before
 
 
 def test_tensorboard_reads_what_was_written(run):

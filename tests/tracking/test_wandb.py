@@ -112,6 +112,11 @@ def test_config(records):
     assert run["display_name"] == "tiny self streaming-128 gamma4 8x4096"
 
 
+def test_a_run_of_a_plugin_that_is_not_imported_has_tags():
+    config = with_changes(draft={"name": "echo"})
+    assert "echo" in tracking._tags(config, METRICS)
+
+
 def test_summary_holds_the_results_and_no_last_round(records):
     summary = updates(records, "summary")
     assert {key: summary[key] for key in METRICS} == METRICS

@@ -21,6 +21,7 @@ from magicdec.units import is_number
 
 NAME = "TensorBoard"
 IMPORTS = ("tensorboard.summary.writer.event_file_writer",)
+_opened: dict[Path, Any] = {}  # the writers of runs that are shown while they run, by folder
 
 
 def check(config: Settings) -> None:
@@ -49,6 +50,7 @@ def follow(run: FinishedRun) -> Callable[[Mapping[str, Any]], None]:
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
     writer = EventFileWriter(str(_folder(run)), filename_suffix=".live")
+    _opened[run.folder] = writer
 
     def show(line: Mapping[str, Any]) -> None:
         writer.add_event(
@@ -60,10 +62,13 @@ def follow(run: FinishedRun) -> Callable[[Mapping[str, Any]], None]:
 
 
 def log_run(run: FinishedRun) -> Logged:
-    """Write the event file of a run."""
+    """Write the event file of a run, and close the one that was written while it ran."""
+    live = _opened.pop(run.folder, None)
     folder = _folder(run)
     command = command_line(["tensorboard", "--logdir", shown(run.folder.parent)])
     try:
+        if live:
+            live.close()  # and end its thread
         _write(folder, run)
     except Exception as error:
         return Logged(NAME, warning=f"{NAME} failed, {in_one_line(error)}")

@@ -9,8 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from magicdec.config.choices import DraftConfig
-from magicdec.config.registry import DRAFTS, has_cache
+from magicdec.config.registry import facts_of_draft, has_cache
 from magicdec.errors import UserError, in_one_line
 from magicdec.shell import command_line
 from magicdec.tracking.columns import ENDS, INTERVAL
@@ -366,7 +365,7 @@ def _plain(value: Any) -> Any:
 def _tags(config: Settings, result: Mapping[str, Any]) -> list[str]:
     """Return the user's tags, and the names of target, draft, policy and machine."""
     draft = config["draft"]
-    kind = DRAFTS[draft["name"]].facts if draft["name"] != "none" else DraftConfig
+    kind = facts_of_draft(draft["name"])
     model = draft["model"]["name"] if kind.needs_model and not kind.shares_target else draft["name"]
     hardware = config["hardware"]["name"]
     machine = result.get("device") if hardware == "auto" else hardware
