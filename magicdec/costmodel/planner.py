@@ -13,7 +13,7 @@ import yaml
 
 from magicdec.config.choices import CacheConfig, DraftConfig
 from magicdec.config.groups import HardwareConfig
-from magicdec.config.options import values_of
+from magicdec.config.options import option_file, values_of
 from magicdec.config.registry import DRAFTS, POLICIES
 from magicdec.costmodel.acceptance import AlphaEstimate, Curves, is_same
 from magicdec.costmodel.prediction import GAMMAS, Prediction, predict
@@ -145,7 +145,7 @@ def _nothing(
     smallest = min(batches or (setup.batch,))
     if not candidates:
         return (
-            f"batch.size={smallest} at batch.context_len={setup.context} does not fit into the"
+            f"a batch of {smallest} at a context of {setup.context} tokens does not fit into the"
             f" memory of hardware={setup.hardware.name}; take a smaller batch, a shorter context or"
             " more GPUs"
         )
@@ -178,8 +178,12 @@ def experiment_yaml(
             options["cache"] = cache.policy
             values["cache"] = {"budget": cache.budget} if cache.has_budget else {}
             values["cache"] |= dict(zip(cache.own_keys(), cache.settings, strict=True))
-    options["hardware"] = setup.hardware.name.lower()
-    figures = {key: value for key, value in asdict(hardware).items() if key in MACHINE}
+    name = setup.hardware.name.lower()
+    is_option = option_file("hardware", name) is not None
+    options["hardware"] = name if is_option else "auto"
+    figures = {
+        key: value for key, value in asdict(hardware).items() if key in MACHINE or not is_option
+    }
     if changed := _changed(figures, values_of("hardware", options["hardware"])):
         values["hardware"] = changed
     values["batch"] = {

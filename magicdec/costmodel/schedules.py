@@ -113,17 +113,16 @@ def predicted_cells(
             at = setup.at(batch=batch, context=context)
             prediction = predict(at, gammas, alpha, curves, generate_len)
             if prediction.estimate is None:
-                where = f"batch.context_len={context}"
                 raise UserError(
-                    f"scenario.alpha=null: no acceptance is known for {setup.draft_title} at"
-                    f" {where}; give one"
+                    f"scenario.alpha=null: no acceptance is known for {setup.draft_title} at a"
+                    f" context of {context} tokens; give one"
                 )
             if prediction.fits:
                 speedups = {at.gamma: at.speedup or 0.0 for at in prediction.by_gamma}
                 yield Cell(batch, context, ({} if least_gamma else {0: 1.0}) | speedups)
             elif batch == 1:
                 raise UserError(
-                    f"batch.context_len={context}: not even one row fits into the memory of a GPU"
+                    f"not even one row of {context} tokens fits into the memory of a GPU"
                 )
 
 

@@ -54,9 +54,8 @@ def architecture(name: str) -> ModelConfig:
     values = option(name).get("architecture")
     if not values:
         known = [str(other.get("name")) for other in options() if other.get("architecture")]
-        raise UserError(
-            f"target={name} has no architecture in conf/target; one of: {', '.join(known)}"
-        )
+        what = "leaves its architecture to another file" if option(name) else "is no option"
+        raise UserError(f"target={name} {what}; choose one of {', '.join(known)}")
     return from_values(values)
 
 

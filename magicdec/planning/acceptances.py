@@ -22,22 +22,34 @@ def cache_named(config: Config, policy: str) -> CacheConfig:
     """Return the run's own cache if it has this policy, otherwise the one of conf/cache."""
     if config.cache.policy == policy:
         return config.cache
+    try:
+        facts = POLICIES[policy].facts
+    except UserError as error:
+        raise UserError(f"scenario.policies: {error}") from None
     given = values_of("cache", policy)
-    facts = POLICIES[policy].facts
     return facts(
         **{entry.name: given[entry.name] for entry in fields(facts) if entry.name in given}
     )
 
 
-def draft_named(name: str, ranks: int | None) -> DraftConfig:
-    """Return a draft by its name in scenario.drafts: one without a model of its own, or a target on
-    `ranks` GPUs.
+def draft_named(config: Config, name: str) -> DraftConfig:
+    """Return a draft by its name in scenario.drafts: the run's own if that, or its model, has this
+    name; otherwise one without a model of its own, or a target. Raise UserError for another name.
     """
+    own = config.draft
+    if config.speculates and name in (own.name, own.model and own.model.name):
+        return own
     if name in DRAFTS and not DRAFTS[name].facts.needs_model:
         return DRAFTS[name].facts()
-    return DRAFTS["model"].facts(
-        model=ModelChoice(name, architecture=architecture(name)), tensor_parallel=ranks
-    )
+    if name in DRAFTS:
+        raise UserError(
+            f"scenario.drafts: {name} has a model of its own; choose it with draft={name}"
+        )
+    try:
+        model = ModelChoice(name, architecture=architecture(name))
+    except UserError as error:
+        raise UserError(f"scenario.drafts: {error}") from None
+    return DRAFTS["model"].facts(model=model, tensor_parallel=own.tensor_parallel)
 
 
 def curves(config: Config) -> Curves:

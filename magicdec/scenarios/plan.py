@@ -56,12 +56,37 @@ def prepare(config: Config) -> Plan:
         check_is_ours(path, FOUND_BY, key)
         check_is_read("experiment", name, path, key)
     plan = prepare_prediction(config)
+    _check_lengths(config, plan.target.config.max_position_embeddings)
     if _is_of_own_draft(config):
+        if not config.speculates:
+            raise UserError(
+                "draft=none: a given acceptance and a schedule are those of the run's own draft;"
+                " choose it, as in draft=self or draft=model"
+            )
         check_vocabulary(plan.target.config, plan.draft.config if plan.draft else None)
         return plan
     for name, draft in zip(config.settings(Search).drafts, _searched(config), strict=True):
         check_vocabulary(plan.target.config, draft.own_model, f"scenario.drafts: {name}")
     return plan
+
+
+def _check_lengths(config: Config, longest: int) -> None:
+    """Raise UserError where a workload or a schedule has sequences longer than the target's
+    `longest`.
+    """
+    scenario = config.settings(Search)
+    for prompt, output in scenario.workload:
+        if prompt + output > longest:
+            raise UserError(
+                f"scenario.workload: {prompt} + {output} tokens exceed the target's maximum of"
+                f" {longest}"
+            )
+    for context_len in scenario.context_lens if scenario.schedule is not None else ():
+        if context_len + config.batch.generate_len > longest:
+            raise UserError(
+                f"scenario.context_lens: {context_len} + batch.generate_len="
+                f"{config.batch.generate_len} exceed the target's maximum of {longest} tokens"
+            )
 
 
 def _is_of_own_draft(config: Config) -> bool:
@@ -74,9 +99,7 @@ def _is_of_own_draft(config: Config) -> bool:
 
 def _searched(config: Config) -> list[DraftConfig]:
     """Return the drafts to search."""
-    return [
-        draft_named(name, config.draft.tensor_parallel) for name in config.settings(Search).drafts
-    ]
+    return [draft_named(config, name) for name in config.settings(Search).drafts]
 
 
 def run(plan: Plan, run: Run, progress: Progress) -> Outcome:

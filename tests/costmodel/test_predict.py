@@ -1,7 +1,7 @@
 import re
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import count
 from types import SimpleNamespace
 
@@ -208,6 +208,17 @@ def test_where_nothing_pays_the_plan_is_autoregressive(setup):
     (best, *_) = search(setup(context=4000), Curves(published()), (32,)).ranked
     assert best.prediction is None
     assert {"override /draft": "none"} in written(best)["defaults"]
+
+
+@pytest.mark.parametrize("name", ["NVIDIA GeForce RTX 4090", "4xh100"])
+def test_a_machine_that_is_no_option_is_written_out(setup, name):
+    (best, *_) = search(setup(context=4000), Curves(published()), (32,)).ranked
+    machine = parse(HardwareConfig, values_of("hardware", "h100") | {"name": name})
+    of_that_name = replace(best.setup.hardware, name=name)
+    best = replace(best, setup=replace(best.setup, hardware=of_that_name))
+    content = yaml.safe_load(experiment_yaml(best, "", machine, 64))
+    assert {"override /hardware": "auto"} in content["defaults"]
+    assert values_of("hardware", "auto") | content["hardware"] == asdict(machine)
 
 
 def test_a_draft_without_a_cache_is_one_candidate_per_batch(setup):

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 import magicdec
 from magicdec.config.choices import ModelChoice
+from magicdec.config.load import compose
 from magicdec.config.registry import DRAFTS
 from magicdec.costmodel.acceptance import Curves
 from magicdec.costmodel.engine_settings import FORMS, read_vllm
@@ -40,7 +41,7 @@ SPEEDS = st.lists(st.floats(0.5, 2.0), min_size=len(GAMMAS), max_size=len(GAMMAS
 
 @pytest.fixture
 def setup(model):
-    draft = draft_named("llama-3.2-1b", None)
+    draft = draft_named(compose([]), "llama-3.2-1b")
     draft = replace(draft, model=replace(draft.model, path="meta-llama/Llama-3.2-1B"))
     return Setup(
         model("llama-3.1-8b"), hardware_named("h100"), 8, 8000, draft, target_name="llama-3.1-8b"
@@ -130,7 +131,7 @@ def test_cells_are_predictions_as_far_as_memory_goes(setup):
         UserError, match=r"scenario.alpha=null: no acceptance is known .*; give one"
     ):
         list(predicted_cells(setup, 4, [8000], (1, 3), None, Curves([]), 100))
-    with pytest.raises(UserError, match="not even one row fits"):
+    with pytest.raises(UserError, match="not even one row of 1000000 tokens fits"):
         list(
             predicted_cells(
                 setup.at(hardware=hardware_named("l40")), 4, [1_000_000], (1,), 0.8, Curves([]), 100
@@ -282,7 +283,7 @@ def test_sglang_runs_modules_as_an_eagle_head_and_no_draft_of_blocks(setup):
 
 
 def test_an_engine_without_the_draft_refuses_it(setup):
-    own = setup.at(draft=draft_named("self", None))
+    own = setup.at(draft=draft_named(compose([]), "self"))
     for name, form in FORMS.items():
         with pytest.raises(
             UserError, match=f"draft=self: {form.label} cannot be set to it; choose draft="
