@@ -8,6 +8,7 @@ from typing import Any
 
 from magicdec.config.groups import Efficiency
 from magicdec.config.omega import omega
+from magicdec.config.options import values_of
 from magicdec.costmodel.acceptance import Curves
 from magicdec.costmodel.acceptance import published as published_points
 from magicdec.costmodel.kernel_costs import KernelCosts
@@ -104,12 +105,16 @@ def published(
     version's. `published/predicted_speedup` is the cost model's prediction at the paper's gamma and
     acceptance. Times are in milliseconds.
     """
+    usual = values_of("cache", setup.cache.policy)
+    settings = zip(setup.cache.own_keys(), setup.cache.settings, strict=True)
+    if setup.draft.quantization != "none" or any(usual[key] != value for key, value in settings):
+        return {}
     machine = f"{setup.ranks}x{setup.hardware.device.name}".lower()
     wanted = (setup.target_name, setup.draft_label, setup.cache.policy, setup.context, setup.batch)
     candidates = []
     for row in (*read_table(), *first_version()):
-        settings = (row.target, row.draft, row.policy, row.context_len, row.batch_size)
-        is_same = settings == wanted and row.kv_budget == setup.cache.budget
+        of_row = (row.target, row.draft, row.policy, row.context_len, row.batch_size)
+        is_same = of_row == wanted and row.kv_budget == setup.cache.budget
         if is_same and row.hardware.lower() == machine and row.task.startswith(task):
             candidates.append(row)
     if not candidates:

@@ -70,7 +70,8 @@ def _predicted(config: Config) -> Plan:
     if not config.scenario.searches:  # for drafts of its own
         check_vocabulary(target.config, draft.config if draft else None)
     check_length(config, target.config.max_position_embeddings)
-    return Plan(config, device, torch.bfloat16, target, draft, config.hardware.name)
+    dtype = _dtype(config, config.hardware.device)
+    return Plan(config, device, dtype, target, draft, config.hardware.name)
 
 
 def _remote(config: Config) -> Plan:
@@ -165,9 +166,6 @@ def _device(config: Config) -> tuple[torch.device, torch.dtype]:
             f"hardware.device=cuda (hardware={config.hardware.name}), but PyTorch sees no CUDA"
             " device here; use hardware=cpu or hardware=auto"
         )
-    dtype = config.hardware.dtype
-    if dtype == "auto":
-        dtype = "float32" if name == "cpu" else "bfloat16"
     ranks = config.hardware.tensor_parallel
     devices = torch.cuda.device_count()
     if name == "cuda" and ranks > devices:
@@ -175,7 +173,14 @@ def _device(config: Config) -> tuple[torch.device, torch.dtype]:
             f"hardware.tensor_parallel={ranks}: there are {devices} GPUs here, and each rank"
             " takes one"
         )
-    return torch.device(name), DTYPES[dtype]
+    return torch.device(name), _dtype(config, name)
+
+
+def _dtype(config: Config, device: str) -> torch.dtype:
+    dtype = config.hardware.dtype
+    if dtype == "auto":
+        dtype = "float32" if device == "cpu" else "bfloat16"
+    return DTYPES[dtype]
 
 
 def _with_hardware(config: Config, device: torch.device, dtype: torch.dtype) -> tuple[Config, str]:

@@ -20,7 +20,7 @@ from magicdec.costmodel.kernel_costs import KernelCosts
 from magicdec.costmodel.prediction import predict
 from magicdec.costmodel.round import round_times
 from magicdec.errors import UserError
-from magicdec.planning.acceptances import cache_named
+from magicdec.planning.acceptances import cache_named, draft_named
 from magicdec.planning.fits import fitting
 from magicdec.planning.resolve import resolve
 from magicdec.planning.resolved import Plan, PlannedModel
@@ -116,8 +116,9 @@ def test_what_the_paper_measured_stands_beside_what_is_predicted():
     assert first["published/predicted_speedup"] == pytest.approx(1.84, rel=0.15), (
         "at the ICLR version's acceptance"
     )
-    elsewhere = outcome(predict_scenario.run, "experiment=paper/table2", "batch.size=42").metrics
-    assert not [key for key in elsewhere if key.startswith("published/")]
+    for other in ("batch.size=42", "draft.quantization=int4", "cache.num_sink=16"):
+        elsewhere = outcome(predict_scenario.run, "experiment=paper/table3c", other).metrics
+        assert not [key for key in elsewhere if key.startswith("published/")], other
 
 
 def store_measured(folder):
@@ -255,6 +256,57 @@ def test_a_schedule_is_no_experiment(tmp_path, monkeypatch):
     assert plan_scenario.prepare(compose(keys)).predicts
     with pytest.raises(UserError, match=r"mine\.yaml is there already"):
         plan_scenario.prepare(compose([*PLAN, "scenario.save_as=mine"]))
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (["draft=none", "scenario.alpha=0.8"], "draft=none: a given acceptance and a schedule are"),
+        (["scenario.workload=[[200000,500]]"], "scenario.workload: 200000 [+] 500 tokens exceed"),
+        (
+            ["scenario.schedule=vllm", "scenario.context_lens=[1000,200000]"],
+            "scenario.context_lens: 200000 [+] batch.generate_len=",
+        ),
+    ],
+)
+def test_a_plan_that_no_run_could_follow_is_refused(keys, said):
+    with pytest.raises(UserError, match=said):
+        plan_scenario.prepare(compose([*PLAN, "scenario.save_as=null", *keys]))
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ("scenario.drafts=[eagle3]", "scenario.drafts: eagle3 has a model of its own"),
+        ("scenario.drafts=[nosuch]", "scenario.drafts: target=nosuch is no option; choose one of"),
+        (
+            "scenario.drafts=[gpt-oss-20b]",
+            "scenario.drafts: target=gpt-oss-20b leaves its architecture to another file",
+        ),
+        ("scenario.policies=[foo]", "scenario.policies: cache.policy=foo: must be one of"),
+    ],
+)
+def test_names_of_a_plan_that_cannot_be_searched_are_refused(keys, said):
+    with pytest.raises(UserError, match=re.escape(said)):
+        planned("scenario.save_as=null", keys)
+
+
+def test_a_search_for_the_runs_own_draft_keeps_what_was_set_of_it():
+    config = compose([*PLAN, "draft.quantization=int4"])
+    assert draft_named(config, "self") == config.draft
+    assert draft_named(config, "ngram").quantization == "none"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "element_bytes"), [("auto", 2), ("bfloat16", 2), ("float16", 2), ("float32", 4)]
+)
+def test_a_prediction_has_the_runs_dtype(dtype, element_bytes):
+    keys = ("scenario=predict", "hardware=8xa100", *LLAMA, f"hardware.dtype={dtype}")
+    assert setup_of(resolve(compose(keys))).element_bytes == element_bytes
+    on_cpu = (*keys, "hardware.device=cpu")
+    assert setup_of(resolve(compose(on_cpu))).element_bytes == (
+        4 if dtype == "auto" else element_bytes
+    )
 
 
 def test_a_plan_is_not_written_where_another_option_takes_precedence(tmp_path, monkeypatch):
