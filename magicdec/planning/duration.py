@@ -62,7 +62,9 @@ def predicted_seconds(plan: Plan) -> tuple[float, float]:
     setup = setup.at(context=batch.context_len + batch.generate_len // 2)
     plain = batch.generate_len * setup.target_time.total
     prediction = (
-        predict(setup, plan.config.gammas, None, curves(plan.config)) if config.speculates else None
+        predict(setup, plan.config.gammas, config.draft.drawn_alpha, curves(plan.config))
+        if config.speculates
+        else None
     )
     fast = plain / (prediction.best.speedup or 1.0) if prediction else 0.0
     repeats = 5 if scenario.repeats == "auto" else scenario.repeats

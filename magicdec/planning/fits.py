@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from magicdec.config.groups import BatchConfig
 from magicdec.config.registry import BACKENDS
+from magicdec.config.scenario_settings import Profile
 from magicdec.costmodel.memory_estimate import Memory
 from magicdec.errors import UserError
 from magicdec.measure import memory_use
@@ -34,6 +35,7 @@ def estimate(plan: Plan, num_rows: int, context_len: int) -> Memory:
 
     To serve requests, `num_rows` slots take part in rounds while one more row is prefilled.
     """
+    plan = _with_largest_gamma(plan)
     batch = held(plan, num_rows, context_len)
     if plan.predicts:
         return batch
@@ -54,6 +56,15 @@ def estimate(plan: Plan, num_rows: int, context_len: int) -> Memory:
         return replace(batch, transient=transient, captured=slots.of_rounds)
     # A round may come between two chunks.
     return replace(batch, transient=transient + slots.peak - caches + workspace)
+
+
+def _with_largest_gamma(plan: Plan) -> Plan:
+    """Return a plan whose rounds have the largest gamma of its grid, if it has one."""
+    scenario = plan.config.scenario
+    if not isinstance(scenario, Profile) or not plan.config.speculates:
+        return plan
+    draft = replace(plan.config.draft, gamma=max(scenario.gammas))
+    return replace(plan, config=replace(plan.config, draft=draft))
 
 
 def _footprint(plan: Plan, num_rows: int, context_len: int, prefills: bool = True) -> Footprint:
@@ -79,7 +90,7 @@ def check(plan: Plan, num_rows: int, context_len: int) -> Memory | None:
     if plan.device.type == "cpu":
         available //= plan.num_ranks
     available -= memory_use.reserved_bytes(plan.device)
-    if AMPLE * held(plan, num_rows, context_len).total + SPARE <= available:
+    if AMPLE * held(_with_largest_gamma(plan), num_rows, context_len).total + SPARE <= available:
         return None
     estimated = estimate(plan, num_rows, context_len)
     if estimated.needed <= available:

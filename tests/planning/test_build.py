@@ -140,6 +140,15 @@ def test_a_grid_stays_as_it_was_asked_for(plan, monkeypatch):
     assert {key: getattr(batch, key) for key in largest} == largest
 
 
+def test_memory_is_checked_at_the_largest_gamma_of_a_grid(plan):
+    needed = [
+        fits.estimate(plan("scenario=profile", f"scenario.gammas={gammas}"), 8, 4096).needed
+        for gammas in ("[2]", "[1,16]")
+    ]
+    logits = 8 * 14 * 128_256 * 2  # of 14 more tokens in a verification
+    assert needed[1] - needed[0] > logits
+
+
 def test_one_row_is_prefilled_in_long_chunks_on_a_cpu_unless_others_wait():
     assert [resolve(compose([what])).config.batch.prefill_chunk for what in ONE_ROW] == [1024, 256]
 
@@ -155,7 +164,9 @@ def test_memory_is_foreseen_for_the_chunk_of_one_request(estimate):
 
 def test_what_graphs_keep_must_be_free_beside_the_rest(estimate):
     captured, plain = (estimate(f"hardware.cuda_graphs={graphs}") for graphs in ("true", "false"))
-    assert captured.total == plain.total == plain.needed
+    # The first in a process also counts the rotary frequencies, which it keeps.
+    assert captured.total == pytest.approx(plain.total, abs=1024)
+    assert plain.total == plain.needed
     logits = 32 * 3 * 128_256 * 2  # of a verification
     assert logits < captured.captured < 4 * logits
 

@@ -44,6 +44,14 @@ def test_repeats_and_batches_take_their_time():
     assert duration.predicted_seconds(plan("draft=none"))[0] == pytest.approx(prefill)
 
 
+def test_drawn_acceptance_is_that_of_the_prediction():
+    """Where none is known, both ways would take equally long."""
+    keys = ("data=random", "batch.context_len=4096", "draft.synthetic_acceptance=0.9")
+    _, decoding = duration.predicted_seconds(plan(*keys))
+    _, alone = duration.predicted_seconds(plan(*keys, "draft=none"))
+    assert alone < decoding < 1.8 * alone
+
+
 def test_a_shared_prefill_is_counted_once():
     prefill, decoding = duration.predicted_seconds(plan())
     assert duration.seconds(plan(), []) == pytest.approx(prefill + decoding)
