@@ -122,12 +122,9 @@ def _of_run(folder: Path, given: Given) -> tuple[Source, list[Row], bool]:
         raise UserError(
             f"{folder}: name the server's machine, as in target=llama-3.1-8b hardware=h200"
         )
-    models = {}
-    if config["draft"]["name"] == "model":  # other drafts are in no row
-        models[config["draft"]["model"]["name"]] = _architecture(config["draft"]["model"])
     source = named or Source(
         config["target"]["name"],
-        models | {config["target"]["name"]: _architecture(config["target"])},
+        _models(config),
         config["hardware"],
         str(run.get("device", "")),
     )
@@ -137,11 +134,20 @@ def _of_run(folder: Path, given: Given) -> tuple[Source, list[Row], bool]:
         return source, outside_rows(source, history), True
     if config["scenario"]["name"] == "profile":
         rows = profile_rows(config, history, run.get("weights/bytes"))
-        return source._replace(models=models | source.models), rows, False
+        return source._replace(models=_models(config) | source.models), rows, False
     levels = list(filter(None, (_level(line, run) for line in history)))
     if not levels:
         raise UserError(f"{folder}: has no level without speculation; measure with draft=none")
     return source, [_row_of_load(level, source, folder) for level in levels], True
+
+
+def _models(config: Mapping[str, Any]) -> dict[str, ModelConfig]:
+    """Return the target of a run, and the model that drafts, if it is an independent one: other
+    drafts are in no row.
+    """
+    draft = config["draft"]
+    choices = [config["target"], *([draft["model"]] if draft["name"] == "model" else [])]
+    return {choice["name"]: _architecture(choice) for choice in choices}
 
 
 def _level(line: Mapping[str, Any], run: Mapping[str, Any]) -> LoadResult | None:

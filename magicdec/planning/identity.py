@@ -106,9 +106,8 @@ def _origin(choice: ModelChoice) -> dict[str, Any]:
         return named
     given = choice.architecture
     for candidate in options():
-        if choice.path == candidate["path"] or (
-            candidate["architecture"] and from_values(candidate["architecture"]) == given
-        ):
+        path, architecture = candidate.get("path"), candidate.get("architecture")
+        if (path and choice.path == path) or (architecture and from_values(architecture) == given):
             return candidate
     return {}
 

@@ -83,7 +83,11 @@ class Plan:
 
     @property
     def sources(self) -> dict[str, str]:
-        """Return the metric that says whether the weights are trained or random."""
+        """Return the metric that says whether the weights are trained or random; nothing for those
+        of a server, which does not tell.
+        """
+        if self.config.engine.is_remote:
+            return {}
         models = (self.target, self.draft)
         return {
             "weights/source": (

@@ -139,6 +139,13 @@ def test_a_machine_is_found_from_a_profile(tmp_path, capsys):
     assert found.target_time.total == pytest.approx(setup(16, 16_000).target_time.total, rel=0.05)
 
 
+def test_a_profile_of_another_target_than_is_named(tmp_path):
+    """The machine is named with a target, which need not be the run's."""
+    profile_run(tmp_path / "run", [(4, 4000, 3)])
+    found = of_results([tmp_path / "run"], ["hardware=h200"])
+    assert {"llama-3.1-8b", "tiny"} <= found.models.keys()
+
+
 def served_run(folder, *keys):
     """A folder as scenario=serve leaves it, on our engine."""
     names = {"tokens_per_second": "output_throughput", "requests_per_second": "request_throughput"}

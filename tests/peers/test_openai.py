@@ -42,6 +42,11 @@ def served(tmp_path, url: str, *overrides: str) -> dict:
     }
 
 
+def test_a_server_does_not_tell_whether_its_weights_are_random():
+    keys = ["engine=openai", "engine.url=http://localhost:1/v1", "data=random", *LOAD]
+    assert resolve(compose(keys)).sources == {}
+
+
 @pytest.mark.slow
 def test_our_server_writes_what_our_engine_writes(tmp_path, parts, capsys):
     """Both ways, under both kinds of load, and the server of the baseline has no draft."""

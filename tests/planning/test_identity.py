@@ -222,6 +222,15 @@ def test_an_override_of_a_named_option():
     assert (target.name, target.architecture.num_layers) == ("tiny", 3)
 
 
+def test_an_option_of_ones_own_may_leave_out_what_it_does_not_set(tmp_path, monkeypatch):
+    """And it need not be the chosen one."""
+    folder = tmp_path / "conf" / "target"
+    folder.mkdir(parents=True)
+    (folder / "mine.yaml").write_text("name: mine\n")
+    monkeypatch.chdir(tmp_path)
+    assert chosen("target=custom", f"target.path={TINY / 'draft'}").architecture is not None
+
+
 def test_custom_needs_a_path():
     with pytest.raises(UserError, match=r"target.path=null: give a local Hugging Face folder"):
         chosen("target=custom")
