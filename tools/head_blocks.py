@@ -133,7 +133,6 @@ class BlockRecipe(Recipe):
 
 def new_block(config: BlockConfig, target: Transformer) -> BlockHead:
     """Return a draft that begins with the last of the target's hidden states that it reads."""
-    torch.manual_seed(0)
     head, E = BlockHead(config, SdpaAttention()), config.hidden_size
     with torch.no_grad():
         for parameter in head.parameters():

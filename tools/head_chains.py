@@ -168,7 +168,6 @@ def begin(head: Head) -> None:
     Queries begin as the keys of their group, so that a token attends to itself: its embedding comes
     in on no other way in EAGLE-3's head.
     """
-    torch.manual_seed(0)
     for parameter in head.parameters():
         if parameter.ndim == 2:
             parameter.normal_(0, parameter.shape[1] ** -0.5)

@@ -32,7 +32,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
 from hydra_plugins.magicdec._groups import SweepJob, Titles, group_of
-from magicdec.errors import JobFailed, to_stderr
+from magicdec.errors import JobFailed, UserError, to_stderr
 from magicdec.inputs.rules import Count, must, parse
 from magicdec.processes import LOST, PipedProcess, end_all, wait_for_all
 from magicdec.tracking.gpus import visible_gpus
@@ -136,7 +136,7 @@ class ProcessLauncher(Launcher):
 
         waiting = deque(
             SweepJob(initial_job_idx + i, list(overrides), turn)
-            for turn in self._turns()
+            for turn in self._turns(job_overrides)
             for i, overrides in enumerate(job_overrides)
         )
         self.groups = {
@@ -178,12 +178,18 @@ class ProcessLauncher(Launcher):
             _stop(workers)
         return [results[number] for number in sorted(results)]
 
-    def _turns(self) -> Sequence[int]:
+    def _turns(self, job_overrides: Sequence[Sequence[str]]) -> Sequence[int]:
         """Return the turns of each job: as many as repeats where jobs that share a prefill take
-        turns.
+        turns. Raise UserError where jobs have different numbers of them.
         """
         if not self.config.sweep.get("turns") or self.config.sweep.dry_run:
             return (0,)
+        key = "scenario.repeats"
+        if len({text for each in job_overrides for text in each if text.startswith(f"{key}=")}) > 1:
+            raise UserError(
+                f"sweep.turns=true: every job takes {key} turns, which cannot be swept; set one"
+                " number, or sweep.turns=false"
+            )
         repeats = self.config.scenario.get("repeats")
         return range(1, repeats + 1) if isinstance(repeats, int) else (0,)
 

@@ -41,6 +41,12 @@ def test_fail_fast(here, starts, monkeypatch, own):
     assert len(list(starts.iterdir())) == 1
 
 
+def test_turns_are_as_many_for_all_jobs(here):
+    sweep = here("-m", "sweep.turns=true", "scenario.repeats=1,2")
+    assert sweep.code == 2
+    assert "sweep.turns=true: every job takes scenario.repeats turns" in sweep.err
+
+
 def order(starts):
     """The gammas of the runs, in the order in which they were begun."""
     names = sorted(
