@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import groupby
 from math import log, log1p
+from operator import itemgetter
 from statistics import fmean, median
 from typing import Any
 
@@ -22,7 +23,7 @@ from costmodel import fitted_rows
 from costmodel_scores import compare
 from page import RESULTS, ROOT
 from render import Row, read_csv, write, write_csv
-from skill import BATCHES, CONTEXTS, band, errors_of, is_held_back, judged_confidence, skill, strata
+from skill import errors_of, family, is_held_back, judged_confidence, skill, strata
 
 from magicdec.architectures.block_config import BlockConfig
 from magicdec.architectures.head_config import HeadConfig
@@ -220,20 +221,8 @@ def scores(rows: list[Row]) -> list[Row]:
     """Return the score of the predicted rows: of all, by batch, by context, by draft and by
     source.
     """
-    strata: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
-        kinds = {
-            "all": "all",
-            "batch": band(row["batch"], BATCHES),
-            "context": band(row["context"], CONTEXTS),
-            "draft": row["draft"],
-            "source": row["publisher"],
-        }
-        for stratum in kinds.items():
-            strata.setdefault(stratum, []).append(row)
-    order = {name: place for place, name in enumerate((*BATCHES, *CONTEXTS))}
-    ordered = sorted(strata, key=lambda stratum: (stratum[0], order.get(stratum[1], 0)))
-    return [{"by": by, "stratum": name} | score(strata[by, name]) for by, name in ordered]
+    kinds = strata(rows, draft=itemgetter("draft"), source=itemgetter("publisher"))
+    return [{"by": by, "stratum": name} | score(alike) for (by, name), alike in kinds.items()]
 
 
 def score(rows: list[Row]) -> Row:
@@ -309,7 +298,7 @@ def main() -> None:
         RESULTS / "refutation-scores.csv", scores([row for row in refuting if row["predicted"]])
     )
     judging = list(judging_rows())
-    by_stratum = strata(judging)
+    by_stratum = strata(judging, draft=family)
     write_csv(
         RESULTS / "skill.csv",
         [{"by": by, "stratum": name} | skill(rows) for (by, name), rows in by_stratum.items()],

@@ -25,7 +25,7 @@ from magicdec.planning import build, fits
 from magicdec.planning.resolve import DTYPES, resolve
 from magicdec.planning.resolved import Plan
 from magicdec.planning.setup import setup_of
-from magicdec.scenarios import compare, peer
+from magicdec.scenarios import checked_memory, compare, peer
 from magicdec.tracking.progress import progress
 from magicdec.tracking.store import Run
 from magicdec.units import GIB
@@ -185,13 +185,15 @@ class Bench:
         return self.plan(*self.large_settings(batch, context, budget, gamma, policy, *more))
 
     def run(self, *overrides: str) -> Metrics:
-        """Do a run as `launch.py` would, in this process; return its metrics."""
+        """Do a run as `launch.py` would, in this process; return its metrics, and what is predicted
+        of it.
+        """
         plan = self.plan(*overrides)
         scenario = compare if plan.config.engine.name == "native" else peer
+        estimated = checked_memory(plan)
         with TemporaryDirectory() as runs, progress() as bars:
-            if scenario is compare:
-                fits.check(plan, *plan.config.scenario.largest(plan.config.batch))
-            return scenario.run(plan, Run.open(runs, "point", {}), bars).metrics
+            metrics = estimated | scenario.run(plan, Run.open(runs, "point", {}), bars).metrics
+        return metrics | (compare.prediction_of(plan, metrics) if scenario is compare else {})
 
     @property
     def policy_cell(self) -> tuple[int, int, int, int]:

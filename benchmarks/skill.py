@@ -3,7 +3,7 @@ other.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import sha256
 from math import log, nan
 from random import Random
@@ -60,16 +60,22 @@ class Scored(NamedTuple):
         return bool(self.row["measured"] > 1)
 
 
-def strata(rows: Iterable[Row]) -> dict[tuple[str, str], list[Row]]:
-    """Return the rows by what they are compared by: all, batch, context, and kind of draft."""
+def family(row: Row) -> str:
+    """Return the kind of a row's draft."""
+    return Case(False, row["draft"], 1).family
+
+
+def strata(
+    rows: Iterable[Row], **kinds_of: Callable[[Row], str]
+) -> dict[tuple[str, str], list[Row]]:
+    """Return the rows by what they are compared by: all, batch, context, and `kinds_of` a row."""
     found: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         kinds = {
             "all": "all",
             "batch": band(row["batch"], BATCHES),
             "context": band(row["context"], CONTEXTS),
-            "draft": Case(False, row["draft"], 1).family,
-        }
+        } | {by: kind_of(row) for by, kind_of in kinds_of.items()}
         for stratum in kinds.items():
             found.setdefault(stratum, []).append(row)
     order = {name: place for place, name in enumerate((*BATCHES, *CONTEXTS))}

@@ -8,6 +8,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from magicdec.measure.trust import CROSS_CHECKS, NOISY, gpu_trouble, is_impossible, noise
+from magicdec.report.fastest import is_synthetic, is_too_large
 from magicdec.report.query import (
     BETWEEN_ENGINES,
     DIFFER,
@@ -233,12 +234,10 @@ def _notes(rows: Sequence[Row]) -> Iterator[str]:
             f" these {number(rows)}; predicted for it: by the cost model, at the paper's gamma and"
             " acceptance"
         )
-    if unfit := [
-        row for row in rows if row.get("predicted/fits") is False and "speedup" not in row
-    ]:
+    if unfit := [row for row in rows if is_too_large(row)]:
         how = "--columns id,predicted/memory_gib says how much"
         yield f"{number(unfit)} predicted to need more memory than there is; {how}"
-    if synthetic := [row for row in rows if row.get("acceptance/source") == "synthetic"]:
+    if synthetic := [row for row in rows if is_synthetic(row)]:
         yield (
             f"{number(synthetic)} SYNTHETIC: their acceptance was drawn, not measured; only the"
             " times are real"

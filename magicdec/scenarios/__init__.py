@@ -244,13 +244,13 @@ def _work(rank: int, plan: "Plan", this: Run, follow: Follow | None = None) -> O
     console = Console(stderr=True) if rank == 0 else Console(quiet=True, force_terminal=False)
     logged = this.log_to_file() if plan.num_ranks > 1 and rank == 0 else nullcontext()
     with logged, progress(console, follow) as bars:
-        estimated = _checked_memory(plan)
+        estimated = checked_memory(plan)
         outcome = _scenario(plan.config).run(plan, this if rank == 0 else this.read_only(), bars)
         outcome.metrics |= estimated
         return outcome
 
 
-def _checked_memory(plan: "Plan") -> dict[str, float]:
+def checked_memory(plan: "Plan") -> dict[str, float]:
     """Raise UserError if our engine would need more memory than there is. Return the estimate,
     where one is made.
     """
