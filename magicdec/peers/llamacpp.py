@@ -41,6 +41,12 @@ class LlamacppPeer(WorkerPeer, StartedServer):
     @override
     def check(cls, config: Config) -> None:
         for key, model in config.models.items():
+            assert model.architecture is not None, "it is resolved"
+            if model.architecture.implementation != "native":
+                raise UserError(
+                    f"{key}.name={model.name}: engine=llamacpp takes plain Llama, and this model"
+                    " runs as transformers' modules; choose another, or another engine"
+                )
             for name in UNWRITTEN:
                 if getattr(model.architecture, name):
                     raise UserError(

@@ -27,6 +27,7 @@ from magicdec.peers.vllm import VllmPeer
 from magicdec.planning.resolve import resolve
 from magicdec.scenarios import Job, run
 from magicdec.verification.sampling import Sampling
+from tests.checkpoints import make_checkpoint
 from tests.peers.conftest import needs
 from tests.refusals import refusal
 from tests.scenarios.test_run import SMALL, TINY
@@ -221,6 +222,13 @@ def test_llamacpp_refuses_what_its_file_does_not_hold():
     biased = replace(config.target, architecture=replace(config.target.architecture, qkv_bias=True))
     with refusal("target.name=tiny: engine=llamacpp takes plain Llama, not qkv_bias"):
         LlamacppPeer.check(replace(config, target=biased))
+
+
+def test_llamacpp_refuses_models_that_are_not_llama(tmp_path):
+    gemma = make_checkpoint(tmp_path / "gemma", "gemma2")
+    keys = ["engine=llamacpp", HERE, "hardware=cpu", "draft=none", "batch.context_len=64"]
+    with refusal("target.name=gemma: engine=llamacpp takes plain Llama, and this model runs as"):
+        resolve(compose([*keys, "target=custom", f"target.path={gemma}"]))
 
 
 @pytest.mark.extra
