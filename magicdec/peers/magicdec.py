@@ -73,17 +73,25 @@ class MagicdecServer(StartedServer):
         if not speculative:
             return [*chosen, "draft=none"]
         chosen.append(f"draft={spec.draft.name}")
-        if spec.draft_folder is not None:
-            chosen += [
-                "target@draft.model=custom",
-                typed("draft.model.path", spec.draft_folder),
-                *_how_it_runs("draft.model", spec.draft.model),
-            ]
+        chosen += self._draft_model()
         chosen += _leaves("draft", spec.draft.name, asdict(spec.draft))
         if spec.draft.is_model:
             chosen.append(f"cache={spec.cache.policy}")
             chosen += _leaves("cache", spec.cache.policy, asdict(spec.cache))
         return chosen
+
+    def _draft_model(self) -> list[str]:
+        """Return the overrides that choose the draft's own model, if it has one."""
+        spec = self.spec
+        if spec.draft_folder is None:
+            return []
+        if spec.draft.ships_with_target and spec.draft_folder == spec.target:
+            return []
+        folder = typed("draft.model.path", spec.draft_folder)
+        if spec.draft.listens:
+            return [folder]
+        how = _how_it_runs("draft.model", spec.draft.model)
+        return ["target@draft.model=custom", folder, *how]
 
     @override
     def environment(self) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 import json
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
@@ -14,8 +15,10 @@ from magicdec.scenarios.outside import MeasuredPoint, prepare
 from magicdec.scenarios.outside import lines as lines_of
 from magicdec.scenarios.peer import load
 from magicdec.units import FREE
+from tests.checkpoints import add_mtp, make_checkpoint
 from tests.peers.stand_in import standing_in
 from tests.refusals import refusal
+from tests.runs import TINY
 from tests.tracking.sample import lines
 
 GRID = ["scenario=profile", "scenario.batch_sizes=[1,2]", "scenario.context_lens=[32]"]
@@ -129,6 +132,9 @@ def test_requests_that_never_decode_together_are_refused(tmp_path):
         ["draft=ngram", "draft.max_ngram=5"],
         ["draft=ngram", "target.implementation=transformers"],
         ["draft=model", "cache.budget=32", "draft.model.implementation=transformers"],
+        ["draft=eagle3", "cache.budget=32"],
+        ["draft=dflash", f"draft.model.path={TINY / 'dflash'}", "draft.gamma=3"],
+        ["draft=mtp", f"draft.model.path={TINY / 'mtp'}"],
     ],
 )
 def test_our_server_is_started_with_the_settings_of_the_run(overrides):
@@ -142,10 +148,23 @@ def test_our_server_is_started_with_the_settings_of_the_run(overrides):
     if ours.is_model:
         assert config.cache == plan.config.cache
     for key, model in config.models.items():
-        assert model.implementation == plan.config.models[key].implementation
+        if key == "target" or not theirs.listens:
+            assert model.implementation == plan.config.models[key].implementation
+    if theirs.listens:
+        assert Path(theirs.model.path).samefile(plan.draft.folder)
     assert (config.batch.size, config.batch.generate_len) == (2, 2)
     assert config.batch.context_len + 2 == server.spec.max_len
     assert not compose(["scenario=serve", *server.overrides(speculative=False)]).speculates
+
+
+def test_our_server_finds_modules_in_the_targets_own_checkpoint(tmp_path):
+    folder = make_checkpoint(tmp_path / "glm", "glm4-moe")
+    add_mtp(folder, make_checkpoint(tmp_path / "other", "glm4-moe", seed=1), 1)
+    keys = ["engine=magicdec", "scenario=serve", "hardware=cpu", "batch.context_len=64"]
+    keys += ["target=custom", f"target.path={folder}", "draft=mtp", "cache.budget=32"]
+    plan = resolve(compose(keys))
+    config = compose(["scenario=serve", *load(plan).overrides(speculative=True)])
+    assert (config.draft.name, config.draft.model.path) == ("mtp", None)
 
 
 @pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler")
