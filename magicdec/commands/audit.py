@@ -132,7 +132,11 @@ def _overrides_of(config: dict[str, Any], has_target: bool) -> list[str]:
     """Return the overrides that choose the type of a run, its lengths, which rotary embeddings may
     depend on, and its whole target, unless another one is chosen.
     """
-    target = {} if has_target else config["target"]
+    target = {} if has_target else dict(config["target"])
+    if target.get("weights") == "checkpoint" and target.get("path"):
+        # The checkpoint describes itself, and an architecture of modules cannot be typed.
+        for key in ("architecture", "config_file"):
+            target.pop(key, None)
     keys = {
         "hardware.dtype": config["hardware"]["dtype"],
         "batch.context_len": config["batch"]["context_len"],

@@ -153,6 +153,14 @@ def test_a_run_is_decoded_again_by_its_own_target_and_in_its_own_type(tmp_path, 
     assert "would not write the baseline" not in capsys.readouterr().out
 
 
+def test_a_run_of_transformers_modules_is_decoded_again(tmp_path, capsys):
+    keys = ["target.implementation=transformers", "data.save_prompts=true"]
+    folder = str(run_here(tmp_path, *keys).folder)
+    capsys.readouterr()
+    assert audit.main([folder]) == 0
+    assert capsys.readouterr().out == "speculative, 2 rows: 2 equal\n"
+
+
 def test_lengths_are_those_of_the_run_and_of_the_prompts(tmp_path, capsys):
     """A target of 128 tokens, which the usual length of a context exceeds."""
     short = shutil.copytree(TINY / "target", tmp_path / "short")
