@@ -23,7 +23,7 @@ import torch
 from hydra.core.global_hydra import GlobalHydra
 
 import magicdec
-from magicdec.data.tokenizer import load_tokenizer
+from magicdec.data.tokenizer import encode_prompt, load_tokenizer
 from magicdec.planning.shared import SHARED
 from magicdec.verification.sampling import Sampling
 from tests.checkpoints import load_reference
@@ -147,6 +147,20 @@ def test_acceptance_and_times_of_each_prompt_and_of_all(model):
     mean = sum(s.time_per_output_token_s for s in stats) / 2
     assert out.metrics["time_per_output_token_ms"] == pytest.approx(1e3 * mean)
     assert model.generate(LONG, 40, gamma=0)[0].stats.proposed == 0
+
+
+def test_reading_later_prompts_is_no_part_of_a_first_tokens_time(model, monkeypatch):
+    """The clock counts texts that were encoded."""
+    encoded = []
+
+    def encode(tokenizer, text):
+        encoded.append(text)
+        return encode_prompt(tokenizer, text)
+
+    monkeypatch.setattr("magicdec.serving.loaded_model.encode_prompt", encode)
+    monkeypatch.setattr("magicdec.serving.request.perf_counter", lambda: len(encoded))
+    out = model.generate(TEXTS, max_tokens=4)
+    assert [one.stats.time_to_first_token_s for one in out] == [0, 0, 0]
 
 
 def test_samples_are_those_of_a_run_and_do_not_depend_on_neighbours(model):

@@ -120,13 +120,15 @@ class Model:
         """
         params = self._with(max_tokens, options)
         chunks = Chunks()
+        # All before the first request, whose time begins when it is made.
+        rows = [self._ids(prompt) for prompt in _separate(prompts)]
         requests = [
             Request(
-                self._ids(prompt),
+                ids,
                 replace(params, sampling=replace(params.sampling, sequence=number)),
                 chunks.put,
             )
-            for number, prompt in enumerate(_separate(prompts))
+            for number, ids in enumerate(rows)
         ]
         start, left = perf_counter(), len(requests)
         with (
