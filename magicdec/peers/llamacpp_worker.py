@@ -7,6 +7,8 @@ import json
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import xllamacpp
 from xllamacpp import common_speculative_type as kinds
@@ -67,7 +69,7 @@ class LlamaCppWorker:
             params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
         params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
         params.ui = False
-        params.n_threads_http = 2
+        params.n_threads_http = rows + 1  # each row may be a request
         params.verbosity = 1
         params.port = port
         if speculation:
@@ -100,13 +102,13 @@ class LlamaCppWorker:
         """Decode the batch twice: up to its first tokens, and then from the cached prompts up to
         its last ones.
         """
-        request = sampling | {"prompt": prompts, "seed": seed, "return_tokens": True}
-        first = self._first(request | {"n_predict": 1, "cache_prompt": False}, len(prompts))
-        with self._post(request | {"n_predict": generate_len, "cache_prompt": True}) as response:
-            answer = json.load(response)
-        rows = (
-            sorted(answer, key=lambda row: row["index"]) if isinstance(answer, list) else [answer]
-        )
+        requests = _requests(prompts, seed, sampling)
+        with ThreadPoolExecutor(len(requests)) as pool:
+            start = time.perf_counter()
+            firsts = list(pool.map(partial(self._first, start), requests))
+            answers = list(pool.map(partial(self._decoded, generate_len), requests))
+        first = [seconds for rows in firsts for seconds in rows]
+        rows = [row for answer in answers for row in answer]
         tokens = [row["tokens"] for row in rows]
         timings = [row["timings"] for row in rows]
         accepted = sum(row.get("draft_n_accepted", 0) for row in timings)
@@ -122,15 +124,23 @@ class LlamaCppWorker:
             "unplaced": accepted,
         }
 
-    def _first(self, request: dict, num_rows: int) -> list:
-        """Return the seconds to each row's first token."""
-        seconds = [0.0] * num_rows
-        start = time.perf_counter()
-        with self._post(request | {"stream": True}) as lines:
+    def _first(self, start: float, request: dict) -> list:
+        """Return the seconds from `start` to the first token of each row of a request."""
+        seconds = [0.0] * len(request["prompt"])
+        options = {"n_predict": 1, "cache_prompt": False, "stream": True}
+        with self._post(request | options) as lines:
             for line in lines:
                 if line.startswith(b"data: {"):
                     seconds[json.loads(line[6:])["index"]] = time.perf_counter() - start
         return seconds
+
+    def _decoded(self, generate_len: int, request: dict) -> list:
+        """Return the server's answer to each row of a request."""
+        with self._post(request | {"n_predict": generate_len, "cache_prompt": True}) as response:
+            answer = json.load(response)
+        if not isinstance(answer, list):
+            return [answer]
+        return sorted(answer, key=lambda row: row["index"])
 
     def _post(self, request: dict) -> http.client.HTTPResponse:
         """Send a request to the server. It takes several prompts at once, and its slots know the
@@ -144,6 +154,16 @@ class LlamaCppWorker:
         if response.status != 200:
             raise RuntimeError(f"{response.status}: {response.read().decode()[:500]}")
         return response
+
+
+def _requests(prompts: list, seed: int, sampling: dict) -> list:
+    """Return a request for all rows, or where they are sampled, one for each row with a seed of its
+    own: the server draws the same numbers for all prompts of a request.
+    """
+    common = sampling | {"return_tokens": True}
+    if "temperature" not in sampling:
+        return [common | {"prompt": prompts, "seed": seed}]
+    return [common | {"prompt": [ids], "seed": seed + row} for row, ids in enumerate(prompts)]
 
 
 WORKER = LlamaCppWorker

@@ -6,10 +6,15 @@ their environments. The protocol is the one that test_vllm.py tests.
 """
 
 import json
+import runpy
 import sys
+import threading
+from contextlib import contextmanager
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import metadata
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,6 +25,7 @@ from magicdec.drafts.model import IndependentModel
 from magicdec.drafts.ngram import PromptLookup
 from magicdec.measure.metrics import RowTimes
 from magicdec.models import checkpoint
+from magicdec.peers import process
 from magicdec.peers.base import Counts
 from magicdec.peers.llamacpp import LlamacppPeer
 from magicdec.peers.openvino import OpenvinoEngine, OpenvinoPeer
@@ -162,6 +168,58 @@ def test_sampling_and_ends(peer, sampling, llamacpp, openvino):
     assert peer(name="llamacpp", **options).sampling() == llamacpp | {"stop": ["[2]", "[7]"]}
     assert peer(name="openvino", **options).sampling() == openvino | ends
     assert peer(name="openvino").sampling()["ignore_eos"] is True
+
+
+@contextmanager
+def llamacpp_worker(monkeypatch, rows: int):
+    """llama.cpp's worker, whose server writes the seed of a request and the number of its row; and
+    the requests that the server has seen.
+    """
+    requests = []
+
+    class Completions(BaseHTTPRequestHandler):
+        def do_POST(self):
+            asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            requests.append(asked)
+            timings = {"predicted_ms": 2.0}
+            answers = [
+                {"index": row, "tokens": [asked["seed"], row], "timings": timings}
+                for row in range(len(asked["prompt"]))
+            ]
+            self.send_response(200)
+            self.end_headers()
+            if asked.get("stream"):
+                body = "".join(f"data: {json.dumps(answer)}\n\n" for answer in answers)
+            else:
+                body = json.dumps(answers)
+            self.wfile.write(body.encode())
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Completions)
+    threading.Thread(target=server.serve_forever).start()
+    library = Mock(__version__="1", get_system_info=lambda: "AVX2 = 1")
+    library.Server.return_value.listening_address = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setitem(sys.modules, "xllamacpp", library)
+    made = runpy.run_path(str(process.HERE / LlamacppPeer.worker))["WORKER"]
+    try:
+        yield made("a.gguf", "float32", rows=rows, max_len=64, threads=1), requests
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_llamacpp_draws_other_numbers_for_each_sampled_row(monkeypatch):
+    """Greedy rows share a request."""
+    with llamacpp_worker(monkeypatch, rows=2) as (worker, requests):
+        sampled = worker.generate([[5], [5]], 2, seed=7, sampling={"temperature": 0.8})
+        assert (sampled["tokens"], sampled["decode"]) == ([[7, 0], [8, 0]], [0.002, 0.002])
+        assert len(sampled["first"]) == 2
+        assert len(requests) == 4
+        greedy = worker.generate([[5], [5]], 2, seed=7, sampling={"top_k": 1})
+        assert greedy["tokens"] == [[7, 0], [7, 1]]
+        assert len(requests) == 4 + 2
 
 
 def test_counts_without_positions(peer):
