@@ -131,7 +131,12 @@ class SharedFields(Strict):
             seed=random.getrandbits(63) if self.seed is None else self.seed,
             ignore_eos=self.ignore_eos,
         )
-        return Params(self.limit(room), sampling, self.gamma)
+        return Params(self.limit(room), sampling, self.gamma, self.limit_name)
+
+    @property
+    def limit_name(self) -> str:
+        """Return the field that limits the number of new tokens."""
+        return "max_tokens"
 
     @abstractmethod
     def limit(self, room: int) -> int:
@@ -225,14 +230,32 @@ class Chat(SharedFields):
 
     messages: Annotated[list[Message], Field(min_length=1), FailFast()]
     # OpenAI's new name of max_tokens.
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: int | None = None
+
+    @field_validator("max_completion_tokens")
+    @classmethod
+    def _positive(cls, limit: int | None) -> int | None:
+        if limit is not None and limit < 1:
+            raise ValueError("must be at least 1")
+        return limit
+
+    @model_validator(mode="after")
+    def _one_limit(self) -> Self:
+        """Accept both names of the limit where they agree."""
+        limits = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(limits) > 1:
+            raise ValueError("max_tokens and max_completion_tokens differ; send one")
+        return self
 
     @override
     def limit(self, room: int) -> int:
-        given = (
-            self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        )
+        given: int | None = getattr(self, self.limit_name)
         return max(1, room) if given is None else given
+
+    @property
+    @override
+    def limit_name(self) -> str:
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     @override
     def token_ids(self, tokenizer: Any) -> list[int]:

@@ -33,6 +33,7 @@ class Params:
     sampling: Sampling = field(default_factory=Sampling)
     # Proposals per round that count, at most the engine's gamma; None: all of them.
     gamma: int | None = None
+    limit_name: str = "max_tokens"  # how messages call `max_tokens`
 
     def __post_init__(self) -> None:
         sampling = {

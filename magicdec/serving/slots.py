@@ -176,12 +176,13 @@ class Slots:
         vocab_size = self.engine.target.config.vocab_size
         if not prompt:
             raise UserError("the prompt is empty")
-        if not all(0 <= token < vocab_size for token in prompt):
+        if not 0 <= min(prompt) <= max(prompt) < vocab_size:
             raise UserError(f"the prompt holds a token outside of the vocabulary of {vocab_size:,}")
         if len(prompt) + params.max_tokens > self.max_len:
+            limit = f"{params.limit_name}={params.max_tokens}"
             raise UserError(
-                f"the prompt has {len(prompt):,} tokens and max_tokens={params.max_tokens}: "
-                f"together they may be {self.max_len:,}"
+                f"the prompt has {len(prompt):,} tokens and {limit}: together they may be"
+                f" {self.max_len:,}"
             )
         if params.gamma is not None and params.gamma > self.gamma:
             raise UserError(

@@ -67,6 +67,7 @@ def test_a_chat_is_a_completion_of_the_template(chat, whole):
         chatted(chat, messages=parts, n=1, logprobs=False, stop=[]).choices[0].message.content
         == whole
     )
+    assert chatted(chat, max_tokens=40).choices[0].message.content == whole
     details = answer.usage.completion_tokens_details
     assert 0 < details.accepted_prediction_tokens < answer.usage.completion_tokens == 40
     events = list(chatted(chat, stream=True, stream_options={"include_usage": True}))
@@ -129,7 +130,13 @@ def test_a_stop_string_frees_the_slot_and_is_counted_as_a_stop(chat, whole):
             "messages: refused by the model's chat template: no robots",
         ),
         ({"tools": [{"type": "function"}]}, "not supported; leave it out"),
-        ({"max_completion_tokens": 500}, "together they may be 512"),
+        (
+            {"max_completion_tokens": 500},
+            "tokens and max_completion_tokens=500: together they may be 512",
+        ),
+        ({"max_completion_tokens": -1}, "max_completion_tokens=-1: must be at least 1"),
+        ({"max_tokens": 5}, "max_tokens and max_completion_tokens differ; send one"),
+        ({"max_tokens": -1, "max_completion_tokens": None}, "max_tokens=-1: must be at least 1"),
     ],
 )
 def test_what_a_chat_cannot_be(chat, settings, said):
