@@ -147,12 +147,12 @@ class AsyncEngine:
             self._finish("failed", error)
 
     def _receive(self) -> None:
-        """Submit the requests that have arrived; wait for one if there is no other work."""
+        """Queue the requests that have arrived; wait for one if there is no other work."""
         try:
             while True:
                 request = self._inbox.get(block=self.scheduler.idle and not self.scheduler.closing)
-                if request is not None:
-                    self.scheduler.submit(request)
+                if request is not None:  # which `submit` has checked
+                    self.scheduler.waiting.append(request)
         except Empty:
             pass
 

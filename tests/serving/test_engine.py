@@ -69,6 +69,13 @@ async def test_many_at_once_each_with_its_own_tokens_and_stats(engine):
             assert stats.acceptance_length == pytest.approx(1 + 4 * stats.acceptance_rate)
 
 
+async def test_a_prompt_is_checked_once(engine, monkeypatch):
+    check = Mock(wraps=SLOTS.check)
+    monkeypatch.setattr(SLOTS, "check", check)
+    assert len(await collect(engine.generate(PROMPTS[0], Params(3, ENDLESS)))) == 3
+    assert check.call_count == 1
+
+
 async def test_chunks_are_what_rounds_commit():
     # Every proposal is accepted.
     async with AsyncEngine(Scheduler(slots_with("self", "full"))) as engine:
