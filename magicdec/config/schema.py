@@ -67,6 +67,14 @@ class Config:
         return isinstance(self.scenario, Compare) and self.engine.name == "native"
 
     @property
+    def has_slots(self) -> bool:
+        """Return whether requests are prefilled one by one while others run: under load, and by a
+        server of ours.
+        """
+        is_own_server = self.engine.has_our_drafts and self.engine.name != "native"
+        return self.scenario.serves or is_own_server
+
+    @property
     def gammas(self) -> tuple[int, ...]:
         """Return the gammas that a run may use."""
         return self.draft.gammas(self.cache)

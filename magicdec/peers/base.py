@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from magicdec.config.choices import CacheConfig, DraftConfig, EngineConfig, ModelChoice
 from magicdec.config.groups import HardwareConfig, SamplingConfig
@@ -35,7 +35,9 @@ class PeerSpec:
     free_acceptance: float | None = None
     kv_bytes_per_token: int = 0  # of all models, a row
     plugins: Sequence[str] = ()  # modules with choices of the run
-    target_choice: ModelChoice | None = None  # how our own server runs the target
+    # Of our own server: how it runs the target, and the tokens that it prefills at a time.
+    target_choice: ModelChoice | None = None
+    prefill_chunk: int | Literal["auto"] = "auto"
 
 
 @dataclass(frozen=True)

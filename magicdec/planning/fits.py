@@ -132,7 +132,7 @@ def fitting(plan: Plan, asked: BatchConfig) -> Plan:
 
 def _in_long_passes(plan: Plan, asked: BatchConfig) -> Plan:
     batch = plan.config.batch
-    if asked.prefill_chunk != "auto" or plan.device.type != "cuda" or plan.config.scenario.serves:
+    if asked.prefill_chunk != "auto" or plan.device.type != "cuda" or plan.config.has_slots:
         return plan
     rows = int(batch.size)
     target = plan.target.config

@@ -105,9 +105,7 @@ def batch_on(config: Config, device: torch.device) -> BatchConfig:
     if batch.size == "auto":
         batch = replace(batch, size=ROWS_ON[on])
     if batch.prefill_chunk == "auto" and device.type != "meta":
-        chunk = (
-            SERVED_CHUNK_ON[on] if config.scenario.serves else PASS_TOKENS_ON[on] // int(batch.size)
-        )
+        chunk = SERVED_CHUNK_ON[on] if config.has_slots else PASS_TOKENS_ON[on] // int(batch.size)
         batch = replace(batch, prefill_chunk=max(CHUNK, chunk))
     return batch
 

@@ -134,6 +134,7 @@ def load(plan: Plan, gamma: int | None = None, **changes: Any) -> Any:
         "kv_bytes_per_token": sum(memory_use.kv_bytes(model, 1, plan.dtype) for model in models),
         "plugins": c.plugins,
         "target_choice": c.target,
+        "prefill_chunk": c.batch.prefill_chunk,
     }
     return ENGINES[c.engine.name].work(PeerSpec(**settings | changes))
 

@@ -149,6 +149,15 @@ def test_memory_is_checked_at_the_largest_gamma_of_a_grid(plan):
     assert needed[1] - needed[0] > logits
 
 
+def test_our_server_prefills_as_it_does_under_load():
+    keys = ["engine=magicdec", "hardware=cpu", "batch.size=8"]
+    chunks = [
+        resolve(compose([*keys, f"scenario={name}"])).config.batch.prefill_chunk
+        for name in ("serve", "profile")
+    ]
+    assert chunks == [256, 256]
+
+
 def test_one_row_is_prefilled_in_long_chunks_on_a_cpu_unless_others_wait():
     assert [resolve(compose([what])).config.batch.prefill_chunk for what in ONE_ROW] == [1024, 256]
 

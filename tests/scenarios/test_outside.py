@@ -129,7 +129,7 @@ def test_requests_that_never_decode_together_are_refused(tmp_path):
     [
         ["draft=self", "cache=snapkv", "cache.budget=48", "draft.gamma=3"],
         ["draft=model", "cache.budget=32", "cache.num_sink=8"],
-        ["draft=ngram", "draft.max_ngram=5"],
+        ["draft=ngram", "draft.max_ngram=5", "batch.prefill_chunk=64"],
         ["draft=ngram", "target.implementation=transformers"],
         ["draft=model", "cache.budget=32", "draft.model.implementation=transformers"],
         ["draft=eagle3", "cache.budget=32"],
@@ -154,6 +154,7 @@ def test_our_server_is_started_with_the_settings_of_the_run(overrides):
         assert Path(theirs.model.path).samefile(plan.draft.folder)
     assert (config.batch.size, config.batch.generate_len) == (2, 2)
     assert config.batch.context_len + 2 == server.spec.max_len
+    assert config.batch.prefill_chunk == plan.config.batch.prefill_chunk
     assert not compose(["scenario=serve", *server.overrides(speculative=False)]).speculates
 
 
