@@ -10,7 +10,9 @@ import argparse
 import json
 from collections.abc import Sequence
 from functools import partial
+from types import ModuleType
 
+from magicdec.config.checks import refuse_group
 from magicdec.errors import UserError, exit_code
 from magicdec.scenarios.serve import served
 from magicdec.serving.engine import AsyncEngine
@@ -18,14 +20,6 @@ from magicdec.serving.scheduler import Scheduler
 from magicdec.serving.slots import Slots
 from magicdec.shell import command_line
 from magicdec.tracking.progress import progress
-
-try:
-    from magicdec.http.app import create_app
-    from magicdec.http.uvicorn_server import Server, bound
-except ImportError as missing:
-    raise SystemExit(
-        f"error: serving over HTTP needs {missing.name}: pip install 'magicdec[serve]'"
-    ) from None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -56,14 +50,30 @@ def _serve(options: argparse.Namespace) -> None:
     for name, value in (("max-waiting", options.max_waiting), ("grace", options.grace)):
         if value < 0:
             raise UserError(f"--{name}={value}: must be at least 0")
-    with bound(options.host, options.port) as listener:  # before weights are loaded
+    refuse_group("sampling", options.overrides, "each request names its own sampling")
+    app, server = _http()
+    with server.bound(options.host, options.port) as listener:  # before weights are loaded
         with progress() as bars:
             plan, slots, tokenizer = served(options.overrides, bars)
         model = options.model or plan.config.target.name
         engine = AsyncEngine(Scheduler(slots))
-        app = create_app(engine, tokenizer, model, options.max_waiting)
+        routes = app.create_app(engine, tokenizer, model, options.max_waiting)
         greeting = partial(_greeting, model, slots, options.max_waiting)
-        Server(app, engine, options.host, options.port, options.grace, greeting).run([listener])
+        place = (options.host, options.port)
+        server.Server(routes, engine, *place, options.grace, greeting).run([listener])
+
+
+def _http() -> tuple[ModuleType, ModuleType]:
+    """Return the modules of the app and of the server. Raise UserError where a library is
+    missing.
+    """
+    # Here, because --help needs none of them.
+    try:
+        from magicdec.http import app, uvicorn_server
+    except ImportError as missing:
+        remedy = "pip install 'magicdec[serve]'"
+        raise UserError(f"serving over HTTP needs {missing.name}: {remedy}") from None
+    return app, uvicorn_server
 
 
 def _greeting(model: str, slots: Slots, max_waiting: int, url: str) -> list[str]:

@@ -119,6 +119,13 @@ def unread(config: Config, overrides: Sequence[str]) -> list[str]:
     return lines
 
 
+def refuse_group(group: str, overrides: Sequence[str], reason: str) -> None:
+    """Raise UserError for an override of a group that has no effect, for this reason."""
+    for override in overrides:
+        if re.match(rf"[+~]*{group}[.=]", override):
+            raise UserError(f"{override} has no effect: {reason}; leave it out")
+
+
 def refuse_secrets(given: Any, key: str = "") -> None:
     """Raise UserError for a text that holds the value of an environment variable with the name of a
     secret, or an address with a name or a password.

@@ -62,14 +62,14 @@ class MagicdecServer(StartedServer):
     def overrides(self, speculative: bool) -> list[str]:
         """Return the overrides of the server's command line."""
         spec = self.spec
-        chosen = ["target=custom", typed("target.path", spec.target), "sampling=greedy"]
+        chosen = ["target=custom", typed("target.path", spec.target)]
         chosen += _how_it_runs("target", spec.target_choice)
         chosen += [typed("plugins", spec.plugins)] if spec.plugins else []
         chosen += [typed(f"hardware.{key}", getattr(spec.hardware, key)) for key in HARDWARE]
         # The server divides its room into a prompt and a continuation, which have at least 2
         # tokens.
         chosen += [f"batch.size={spec.num_rows}", f"batch.context_len={spec.max_len - 2}"]
-        chosen += ["batch.generate_len=2"]
+        chosen += ["batch.generate_len=2", f"batch.prefill_chunk={spec.prefill_chunk}"]
         if not speculative:
             return [*chosen, "draft=none"]
         chosen.append(f"draft={spec.draft.name}")

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from magicdec.config.checks import refuse_unread
+from magicdec.config.checks import refuse_group, refuse_unread
 from magicdec.config.load import compose
 from magicdec.config.scenario_settings import Serve
 from magicdec.data.tokenizer import load_tokenizer
@@ -157,6 +157,7 @@ def served(overrides: Sequence[str], progress: Progress) -> tuple[Plan, Slots, A
     process.
     """
     config = compose(["scenario=serve", *overrides])
+    refuse_group("data", overrides, "requests bring their own prompts")
     for line in refuse_unread(config, overrides):
         to_stderr(f"warning: {line}")
     if config.engine.name != "native":

@@ -5,6 +5,8 @@ model.
 import asyncio
 import json
 import re
+import subprocess
+import sys
 import threading
 import time
 import tracemalloc
@@ -22,6 +24,7 @@ from magicdec.commands import serve
 from magicdec.data.tokenizer import Detokenizer
 from magicdec.errors import UserError
 from magicdec.http import app as http
+from magicdec.http import uvicorn_server
 from magicdec.http.completion import NEUTRAL, Chat, Completion
 from magicdec.http.http_answer import HttpAnswer
 from magicdec.http.stoppable_text import StoppableText
@@ -505,8 +508,8 @@ def test_it_listens_on_loopback_unless_told_otherwise(monkeypatch, capsys):
         heard.append((host, port))
         return nullcontext()
 
-    monkeypatch.setattr(serve, "bound", bound)
-    monkeypatch.setattr(serve.Server, "run", lambda server, sockets: None)
+    monkeypatch.setattr(uvicorn_server, "bound", bound)
+    monkeypatch.setattr(uvicorn_server.Server, "run", lambda server, sockets: None)
     assert serve.main([*SETTINGS, "batch.size=1", "batch.context_len=256"]) == 0
     assert heard == [("127.0.0.1", 8000)]
     for mistake, said in (
@@ -515,9 +518,32 @@ def test_it_listens_on_loopback_unless_told_otherwise(monkeypatch, capsys):
         ("target=tny", "did you mean tiny?"),
         ("draft.num_layers=3", "draft.num_layers=3 has no effect with draft=self"),
         ("draft.gamm=3", "unknown key draft.gamm; did you mean draft.gamma?"),
+        (
+            "sampling.temperature=0.7",
+            "sampling.temperature=0.7 has no effect: each request names its own sampling",
+        ),
+        ("data=repeat", "data=repeat has no effect: requests bring their own prompts; leave it"),
         ("batch.size=0", "batch.size=0: must be auto or at least 1"),
     ):
         assert serve.main([mistake]) == 2
         error = capsys.readouterr().err.strip().splitlines()[-1]
         assert error.startswith("error: ")
         assert said in error
+
+
+WITHOUT_FASTAPI = """
+import sys
+sys.modules["fastapi"] = None
+from magicdec.commands import serve
+print(serve.main(["target=tiny"]))
+serve.main(["--help"])
+"""
+
+
+def test_without_the_extra_the_help_works_and_a_server_is_a_users_mistake():
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_FASTAPI], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith("2\nusage: magicdec serve")
+    said = "error: serving over HTTP needs fastapi: pip install 'magicdec[serve]'"
+    assert done.stderr.splitlines()[-1] == said
