@@ -28,7 +28,7 @@ from magicdec.data.tokenizer import encode_prompt
 from magicdec.engine.native import NativeEngine
 from magicdec.engine.output_audit import near_tie, teacher_force
 from magicdec.errors import UserError, exit_code
-from magicdec.inputs.rules import JSON
+from magicdec.inputs.rules import JSON, at_least
 from magicdec.planning import build, fits
 from magicdec.planning.resolve import resolve
 from magicdec.planning.resolved import Plan
@@ -102,6 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _audit(arguments: argparse.Namespace) -> int:
+    at_least(1, "--rows", arguments.rows)
     path: Path = arguments.outputs
     if not path.exists():
         raise UserError(f"{path}: no such file or folder; name a run's folder, or a JSONL file")

@@ -7,9 +7,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from magicdec.errors import UserError, exit_code, printable
+from magicdec.errors import exit_code, printable
 from magicdec.tracking.lock import NAME, locked
-from magicdec.tracking.reader import folder_of_lock, iter_runs, read_result
+from magicdec.tracking.reader import check_store, folder_of_lock, iter_runs, read_result
 from magicdec.tracking.store import counted, shown
 from magicdec.tracking.whole_files import explained
 
@@ -31,8 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _clean(runs_dir: Path, kinds: Sequence[str]) -> None:
-    if not runs_dir.is_dir():
-        raise UserError(f"{runs_dir}: no such folder; name a run store, as in runs_dir=FOLDER")
+    check_store(runs_dir)
     runs = [run for run in iter_runs(runs_dir) if run.get("kind") in kinds]
     num_deleted = sum(_delete(run, kinds) for run in runs)
     print(f"{counted(num_deleted, 'run')} deleted from {shown(runs_dir)}")

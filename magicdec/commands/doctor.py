@@ -101,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.draft and not options.model:
         parser.error("--draft needs the target: --model FOLDER_OR_CONFIG")
     if options.model:
-        return exit_code(lambda: describe_model(options.model, options.draft))
+        return exit_code(lambda: describe_model(options.model, options.draft, options.markdown))
     with Console(stderr=True).status("checking, about half a minute") as shown:
         examined = examine(lambda check: shown.update(f"checking, about half a minute: {check}"))
         findings = [
@@ -121,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if num_failed else 0
 
 
-def describe_model(path: str, draft_path: str | None = None) -> int:
+def describe_model(path: str, draft_path: str | None = None, markdown: bool = False) -> int:
     """Print what a model will do here, and another one as its draft, before weights are downloaded.
 
     Raise UserError for a model that can be neither run nor predicted, with the reason.
@@ -131,6 +131,9 @@ def describe_model(path: str, draft_path: str | None = None) -> int:
     findings = [*examine_model(model, device, DTYPES[device.type])]
     if draft_path:
         findings += examine_pair(model, read_description(draft_path, "--draft"))
+    if markdown:
+        print(markdown_table(("", "finding"), findings), end="")
+        return 0
     table = new_table("", "finding", num_words=2)
     for check, text in findings:
         table.add_row(Text(check), Text(text))

@@ -8,10 +8,12 @@ from typing import Any
 from rich.text import Text
 
 from magicdec.errors import UserError, exit_code
+from magicdec.inputs.rules import at_least
 from magicdec.report import export, figures, page, query, terminal
 from magicdec.report.rows import num_runs, read_runs, rows_of, rows_of_file
 from magicdec.shell import command_line
 from magicdec.tracking.columns import Row
+from magicdec.tracking.reader import check_store
 from magicdec.tracking.store import counted, shown
 
 EXAMPLES = """examples:
@@ -34,6 +36,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _report(options: argparse.Namespace) -> None:
+    _check(options)
     files, left_out = options.results, ""
     runs: list[dict[str, Any]] = []
     if options.runs_dir.is_file():  # no store, result files alone
@@ -60,6 +63,17 @@ def _report(options: argparse.Namespace) -> None:
     )
     for line in filter(None, [left_out, *written]):
         console.print(Text(line, no_wrap=True, overflow="ignore"), crop=False)
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Raise UserError for options out of range or without an effect, and for a missing store."""
+    at_least(0, "--limit", options.limit)
+    if options.descending and not options.sort:
+        raise UserError("--descending has no effect without --sort KEY")
+    if options.mix and not options.group_by:
+        raise UserError("--mix has no effect without --group-by KEYS")
+    if not options.runs_dir.is_file():
+        check_store(options.runs_dir, "or a result file")
 
 
 def _write_files(options: argparse.Namespace, rows: list[Row], table: list[Row]) -> Iterator[str]:

@@ -14,6 +14,7 @@ from types import ModuleType
 
 from magicdec.config.checks import refuse_group
 from magicdec.errors import UserError, exit_code
+from magicdec.inputs.rules import at_least
 from magicdec.scenarios.serve import served
 from magicdec.serving.engine import AsyncEngine
 from magicdec.serving.scheduler import Scheduler
@@ -47,9 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _serve(options: argparse.Namespace) -> None:
     if not 0 <= options.port < 1 << 16:
         raise UserError(f"--port={options.port}: must be from 0 to 65,535")
-    for name, value in (("max-waiting", options.max_waiting), ("grace", options.grace)):
-        if value < 0:
-            raise UserError(f"--{name}={value}: must be at least 0")
+    at_least(0, "--max-waiting", options.max_waiting)
+    at_least(0, "--grace", options.grace)
     refuse_group("sampling", options.overrides, "each request names its own sampling")
     app, server = _http()
     with server.bound(options.host, options.port) as listener:  # before weights are loaded

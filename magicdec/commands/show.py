@@ -13,6 +13,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from magicdec.errors import UserError, exit_code, printable
+from magicdec.inputs.rules import at_least
 from magicdec.report.terminal import console
 from magicdec.tracking.cells import new_table
 from magicdec.tracking.console import Console
@@ -51,11 +52,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--rounds", type=int, metavar="N", default=20, help="rounds of a row to show (20; 0: all)"
     )
     options = parser.parse_args(arguments)
-    return exit_code(
-        lambda: show(
-            console(), find_run(options.run, options.runs_dir), options.row, options.rounds
-        )
-    )
+    return exit_code(lambda: _show(options))
+
+
+def _show(options: argparse.Namespace) -> None:
+    at_least(0, "--rounds", options.rounds)
+    show(console(), find_run(options.run, options.runs_dir), options.row, options.rounds)
 
 
 def show(out: Console, run: Mapping[str, Any], row: int | None = None, max_rounds: int = 0) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from magicdec.errors import UserError, exit_code, printable, to_stderr
 from magicdec.report.rows import sweep_members
 from magicdec.tracking.loggers import wandb
-from magicdec.tracking.reader import iter_runs, read_result
+from magicdec.tracking.reader import check_store, iter_runs, read_result
 from magicdec.tracking.store import shown
 from magicdec.tracking.trackers import FinishedRun, Logged, is_logged
 
@@ -56,10 +56,7 @@ def _runs(options: argparse.Namespace) -> list[dict]:
     """Return the runs to send, whose configuration can be read. Raise UserError if there are
     none.
     """
-    if not options.runs_dir.is_dir():
-        raise UserError(
-            f"{options.runs_dir}: no such folder; name a run store, as in runs_dir=FOLDER"
-        )
+    check_store(options.runs_dir)
     ids = set(options.ids) or None
     if options.sweep is not None:
         members = set(sweep_members(options.runs_dir, options.sweep))

@@ -210,6 +210,12 @@ def parse_values(kind: type[T], plain: Any, where: str, key: str = "") -> dict[s
     return typed
 
 
+def at_least(smallest: int, option: str, value: int) -> None:
+    """Raise UserError for a smaller number of a command's option."""
+    if value < smallest:
+        raise UserError(f"{option}={value}: must be at least {smallest}")
+
+
 def refusal(error: ValidationError, key: str = "", where: str = "") -> BadValue:
     """Return the error of the first value that breaks a rule; missing ones come last."""
     return bad_value(

@@ -10,7 +10,7 @@ from magicdec.config.registry import has_cache
 from magicdec.errors import UserError
 from magicdec.shell import command_line
 from magicdec.tracking.columns import Row, flatten, leaves
-from magicdec.tracking.reader import iter_runs, latest
+from magicdec.tracking.reader import check_store, iter_runs, latest
 from magicdec.tracking.run_files import ROW, read_lines
 from magicdec.tracking.store import shown
 from magicdec.tracking.sweep import is_named, jobs
@@ -62,8 +62,7 @@ def read_runs(
     Those of a store come oldest first, those of a sweep in the order of its jobs. Leave out earlier
     attempts and mistyped runs unless `every_attempt` is true. Raise UserError if there are no runs.
     """
-    if not Path(runs_dir).is_dir():
-        raise UserError(f"{runs_dir}: no such folder; name a run store, as in runs_dir=FOLDER")
+    check_store(runs_dir)
     members = None if sweep is None else sweep_members(runs_dir, sweep)
     runs = list(iter_runs(runs_dir, members))
     if not runs:

@@ -97,6 +97,13 @@ def latest(runs: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return list(chosen.values())
 
 
+def check_store(runs_dir: str | Path, instead: str = "") -> None:
+    """Raise UserError unless this is a folder. `instead` says what else could be named."""
+    if not Path(runs_dir).is_dir():
+        remedy = " ".join(filter(None, ("name a run store, as in runs_dir=FOLDER", instead)))
+        raise UserError(f"{runs_dir}: no such folder; {remedy}")
+
+
 def iter_runs(runs_dir: str | Path, ids: Collection[str] | None = None) -> Iterator[dict[str, Any]]:
     """Yield every attempt in a store, or those of some ids, in the order of ids. Log what cannot be
     read; skip all else that lies there.

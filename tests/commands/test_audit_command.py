@@ -139,6 +139,8 @@ def test_what_cannot_be_audited_is_told_in_one_line(text, said, tmp_path, capsys
     assert "absent.jsonl: no such file or folder; name a run's folder" in capsys.readouterr().err
     assert audit.main([str(tmp_path / "outputs.jsonl")]) == 2
     assert said in capsys.readouterr().err.splitlines()[-1]
+    assert audit.main([str(tmp_path / "outputs.jsonl"), "--rows=0"]) == 2
+    assert capsys.readouterr().err == "error: --rows=0: must be at least 1\n"
 
 
 def test_a_run_is_decoded_again_by_its_own_target_and_in_its_own_type(tmp_path, capsys):

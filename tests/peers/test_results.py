@@ -123,7 +123,7 @@ def test_other_loads_and_acceptance(tmp_path, name, changes, expected):
         (
             "vllm_bench.json",
             {"total_input_tokens": None},
-            "not a result file that is read here: result.json of a run",
+            "not a result file that is read here: JSON of vllm bench serve",
         ),
         ("aiperf.json", {"request_count__avg": 0}, "request_count=0: no request was answered"),
         (

@@ -106,6 +106,9 @@ def test_the_doctor_shows_both_models(capsys):
     assert "as a draft draft=model" in shown
     with pytest.raises(SystemExit):
         doctor.main(["--draft", str(DRAFT)])
+    capsys.readouterr()
+    assert doctor.main(["--model", str(TARGET), "--markdown"]) == 0
+    assert capsys.readouterr().out.startswith("|  | finding |\n")
 
 
 @pytest.mark.parametrize(

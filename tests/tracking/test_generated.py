@@ -94,6 +94,7 @@ def test_rows_without_text_show_ids_and_rounds_are_limited(show):
 
 def test_mistakes_are_one_line(show, folder):
     assert re.fullmatch(r"2 error: --row 7: .* holds rows 0 to 1\n", show("abc", "--row", "7"))
+    assert show("abc", "--rounds", "-3") == "2 error: --rounds=-3: must be at least 0\n"
     words = "2 error: xyz: no such run; name a run's folder, or the beginning of an id in "
     assert re.fullmatch(f"{words}.*\n", show("xyz"))
     for name in ("samples", "generations"):

@@ -75,6 +75,9 @@ def test_the_table_shows_what_differs(report, store):
         (["--sweep", "mine"], "no such sweep"),
         (["--html", "/dev/null/page.html"], "cannot be written"),
         (["--columns", "spedup"], "did you mean speedup?"),
+        (["--limit", "-1"], "--limit=-1: must be at least 0"),
+        (["--descending"], "--descending has no effect without --sort KEY"),
+        (["--mix"], "--mix has no effect without --group-by KEYS"),
     ],
 )
 def test_mistakes_are_one_line(report, store, arguments, said):
@@ -82,7 +85,8 @@ def test_mistakes_are_one_line(report, store, arguments, said):
 
 
 def test_no_store_and_one_of_nothing_but_mistakes_are_mistakes(report, tmp_path):
-    assert "no such folder" in report(runs=tmp_path / "nowhere", is_mistaken=True)
+    said = "nowhere: no such folder; name a run store, as in runs_dir=FOLDER or a result file"
+    assert said in report(runs=tmp_path / "nowhere", is_mistaken=True)
     assert "holds no runs" in report(is_mistaken=True)
     write_run(tmp_path, "ccc", failed="invalid")
     assert "left out: 1 mistyped; --all shows them" in report(is_mistaken=True)

@@ -46,4 +46,4 @@ def _objects(path: Path) -> list[dict[str, Any]]:
 
 def _unknown(path: Path) -> UserError:
     names = ", ".join(kind.files for kind in FORMATS)
-    return UserError(f"{path}: not a result file that is read here: result.json of a run, {names}")
+    return UserError(f"{path}: not a result file that is read here: {names}")
