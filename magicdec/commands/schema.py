@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _write(folder: Path, modules: Sequence[str]) -> int:
-    plugins.load(modules)
+    plugins.load(modules, are_arguments=True)
     folder.mkdir(parents=True, exist_ok=True)
     places = {}
     for group, schema in schemas().items():

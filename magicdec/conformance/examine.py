@@ -62,7 +62,7 @@ def examine(module: str) -> Iterator[ChoiceCheck]:
     """Yield the findings of all policies and drafts that a module registers. Raise UserError if
     there are none.
     """
-    plugins.load([module])
+    plugins.load([module], are_arguments=True)
     policies = [name for name in POLICIES if _is_of(POLICIES, name, module)]
     drafts = [name for name in DRAFTS if _is_of(DRAFTS, name, module)]
     if not policies and not drafts:

@@ -39,24 +39,24 @@ def option_folders() -> list[Path]:
     return [folder for folder in dict.fromkeys(folders) if folder.is_dir()]
 
 
-def load(modules: Sequence[str]) -> None:
+def load(modules: Sequence[str], are_arguments: bool = False) -> None:
     """Import the installed modules and these, which register themselves. Raise UserError for one
     that cannot be.
 
-    Modules in the working directory are found too.
+    Modules in the working directory are found too. `are_arguments` is true where a command's
+    arguments name the modules, and not the key `plugins`.
     """
     if modules and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     origins = {entry.module: f"the entry point {entry.name} in {GROUP}" for entry in installed()}
-    origins |= {module: f"plugins=[{','.join(modules)}]" for module in modules}
+    named_by = "MODULE" if are_arguments else f"plugins=[{','.join(modules)}]"
+    origins |= dict.fromkeys(modules, named_by)
     for module, origin in origins.items():
         try:
             importlib.import_module(module)
         except Exception as error:  # a plugin may fail in any way
-            leave_out = (
-                "it, or leave it out"
-                if origin.startswith("plugins")
-                else "or uninstall its package"
-            )
+            remedy = "correct or uninstall its package"
+            if module in modules:
+                remedy = "correct it, or " + ("name another" if are_arguments else "leave it out")
             reason = f"{module} cannot be imported ({in_one_line(error)})"
-            raise UserError(f"{origin}: {reason}; correct {leave_out}") from error
+            raise UserError(f"{origin}: {reason}; {remedy}") from error

@@ -125,9 +125,13 @@ class WorkerPeer(Peer):
         # Not resolved: a venv's Python is a link.
         path = os.path.abspath(os.path.expanduser(chosen))
         if not (os.path.isfile(path) and os.access(path, os.X_OK)):
-            key = "engine.python" if engine.python else cls.variable()
-            raise UserError(f"{key}={chosen}: no such program; {cls.install()}")
+            raise UserError(f"{cls.setting(engine)}={chosen}: no such program; {cls.install()}")
         return path
+
+    @classmethod
+    def setting(cls, engine: WorkerEngine) -> str:
+        """Return the name of what has chosen the Python: the key, or the variable."""
+        return "engine.python" if engine.python else cls.variable()
 
     @classmethod
     @override
@@ -160,13 +164,13 @@ class WorkerPeer(Peer):
             ).stdout.strip()
         missing = " or ".join((cls.title, *cls.modules[1:]))
         raise UserError(
-            f"engine.python={python}: {missing} is not installed there; {cls.install()}"
+            f"{cls.setting(engine)}={python}: {missing} is not installed there; {cls.install()}"
         )
 
     def __init__(self, spec: PeerSpec):
         assert isinstance(spec.engine, WorkerEngine)
         self.spec = spec
-        self._python = self.python(spec.engine)
+        self._python, self._setting = self.python(spec.engine), self.setting(spec.engine)
         self._time_limit_s = spec.engine.time_limit_s
         self._worker: WorkerProcess | None = None
         self._speculative = False
@@ -222,7 +226,7 @@ class WorkerPeer(Peer):
             except ImportFailed as error:
                 reason = f"{self.title} cannot be imported ({error})"
                 raise UserError(
-                    f"engine.python={self._python}: {reason}; {self.install()}"
+                    f"{self._setting}={self._python}: {reason}; {self.install()}"
                 ) from None
         seed = self.spec.sampling.seed + first
         request = {

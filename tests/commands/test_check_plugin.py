@@ -267,7 +267,12 @@ def test_an_output_that_is_not_the_targets_is_found(check, monkeypatch):
             "FAILED  draft=echo          has an option: conf/draft/echo.yaml is missing",
         ),
         ("x = 1\n", {}, 2, "registers neither a cache policy nor a draft"),
-        ("1 / 0\n", {}, 2, "cannot be imported (ZeroDivisionError: division by zero)"),
+        (
+            "1 / 0\n",
+            {},
+            2,
+            "cannot be imported (ZeroDivisionError: division by zero); correct it, or name another",
+        ),
     ],
 )
 def test_a_module_without_an_option_or_a_choice(check, source, options, code, line):

@@ -275,6 +275,12 @@ def test_refusals(monkeypatch, overrides, said):
         resolve(compose([*overrides, "hardware=cpu"]))
 
 
+def test_refusals_name_the_variable_where_that_chose_the_python(monkeypatch):
+    monkeypatch.setenv(VllmPeer.variable(), sys.executable)
+    with refusal(f"MAGICDEC_VLLM_PYTHON={sys.executable}: vLLM is not installed there"):
+        resolve(compose(["engine=vllm", "hardware=cpu"]))
+
+
 def test_llamacpp_refuses_what_its_file_does_not_hold():
     config = resolve(compose(["draft=none", "hardware=cpu"])).config
     biased = replace(config.target, architecture=replace(config.target.architecture, qkv_bias=True))
