@@ -83,8 +83,8 @@ def load(request: PromptRequest) -> Prompts:
     """Return the file's first `num_rows` prompts that fit: in order of arrival, or else the
     categories in turns.
 
-    Raise UserError, with the line, for a row that lacks a field or does not fit (`unfit: skip`
-    leaves the latter out, with a warning), and for too few of them.
+    Raise UserError, with the line, for a row that lacks a field or does not fit, and for too few
+    rows. With `unfit: skip`, leave such rows out with a warning.
     """
     keys = request.keys
     assert isinstance(keys, Fields), "the configuration of this corpus"

@@ -13,7 +13,7 @@ from magicdec.config.choices import Corpus
 from magicdec.config.registry import CORPORA
 from magicdec.data.base import PromptRequest, Prompts, cut_windows
 from magicdec.data.text import files_at, windows_of
-from magicdec.errors import UserError
+from magicdec.errors import UserError, in_one_line
 
 HUB_DATASET, SPLIT = "emozilla/pg19", "test"
 SUFFIXES = frozenset({".txt"})
@@ -40,7 +40,7 @@ def _download() -> dict[str, str]:
             datasets.load_dataset(HUB_DATASET, split=SPLIT, streaming=True)
         )
     except Exception as error:  # the library does not wrap the errors of the libraries below it
-        reason = str(error).strip().split("\n")[0]
+        reason = in_one_line(error)
         raise UserError(
             f"data=pg19: cannot load {HUB_DATASET} ({reason}); use data.path=FOLDER"
         ) from None

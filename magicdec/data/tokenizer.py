@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from magicdec.errors import UserError, in_brief
+from magicdec.errors import UserError, in_brief, in_one_line
 
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 
@@ -26,7 +26,7 @@ def load_tokenizer(folder: Path) -> Any:
         config = _config(folder)
         return AutoTokenizer.from_pretrained(str(folder), config=config, trust_remote_code=False)
     except Exception as error:  # a broken file may raise any exception
-        reason = str(error).strip().split("\n")[0]
+        reason = in_one_line(error)
         raise UserError(f"{folder}: cannot load its tokenizer ({reason})") from None
 
 

@@ -149,7 +149,7 @@ def test_pg19_through_the_library(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", Datasets)
     assert load("pg19", num_rows=1).sources[0].startswith("Emma (0)#")
     monkeypatch.setattr(Datasets, "load_dataset", staticmethod(lambda *_, **__: 1 / 0))
-    assert "division by zero" in error_of("pg19")
+    assert "(ZeroDivisionError: division by zero); use data.path=FOLDER" in error_of("pg19")
 
 
 def test_random_needs_no_tokenizer_and_repeats_itself():

@@ -90,3 +90,7 @@ def test_missing_tokenizers_are_one_line(tmp_path):
     (tmp_path / "tokenizer.json").write_text("not json")
     with refusal("cannot load its tokenizer"):
         load_tokenizer(tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("transformers.AutoTokenizer.from_pretrained", lambda *_, **__: {}["vocab"])
+        with refusal("cannot load its tokenizer (KeyError: 'vocab')"):
+            load_tokenizer(tmp_path)
