@@ -174,6 +174,15 @@ def has_cache(draft: str) -> bool:
     return draft != DRAFTS.keyword and (draft not in DRAFTS or DRAFTS[draft].facts.is_model)
 
 
+def check_served(draft: DraftConfig) -> None:
+    """Raise UserError for a draft that cannot be served."""
+    if draft.name != DRAFTS.keyword and not draft.serves:
+        served = ", ".join(name for name in DRAFTS if DRAFTS[name].facts.serves)
+        raise UserError(
+            f"draft.name={draft.name} cannot be served; one of: {DRAFTS.keyword}, {served}"
+        )
+
+
 def read_keys(group: str, name: str) -> set[str]:
     """Return the keys of a group that have an effect with a choice. Raise UserError if there is
     none of that name.

@@ -10,9 +10,8 @@ from typing_extensions import override
 
 from magicdec.config.choices import EngineConfig, ModelChoice
 from magicdec.config.load import override as typed
-from magicdec.config.registry import DRAFTS, ENGINES, read_keys
+from magicdec.config.registry import ENGINES, check_served, read_keys
 from magicdec.config.schema import Config
-from magicdec.errors import UserError
 from magicdec.inputs.rules import STRICT
 from magicdec.peers.process import StartedEngine
 from magicdec.peers.started_server import StartedServer, as_arguments
@@ -41,8 +40,7 @@ class MagicdecServer(StartedServer):
     @classmethod
     @override
     def check(cls, config: Config) -> None:
-        if config.speculates and not DRAFTS[config.draft.name].facts.serves:
-            raise UserError(f"draft.name={config.draft.name} cannot be served; choose another")
+        check_served(config.draft)
 
     @property
     @override

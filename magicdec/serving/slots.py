@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from magicdec.config.registry import DRAFTS
+from magicdec.config.registry import check_served
 from magicdec.decoding.state import NEVER, State
 from magicdec.engine.decoder import Decoder
 from magicdec.engine.graphs import Step
@@ -93,11 +93,7 @@ class Slots:
         """Allocate slots for `max_len` tokens each, prompt and continuation. Raise UserError for a
         draft that cannot be served.
         """
-        if engine.draft.name != "none" and not engine.draft.serves:
-            served = ", ".join(name for name in DRAFTS if DRAFTS[name].facts.serves)
-            raise UserError(
-                f"draft.name={engine.draft.name} cannot be served; one of: none, {served}"
-            )
+        check_served(engine.draft)
         self.engine, self.gamma = engine, engine.gamma
         self.num_slots, self.max_len = num_slots, max_len
         self.gammas = self._gammas()

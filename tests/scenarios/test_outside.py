@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from magicdec.config.load import compose
+from magicdec.config.registry import DRAFTS
 from magicdec.kernels.library import compiler
 from magicdec.peers.steady import Burst
 from magicdec.planning.resolve import resolve
@@ -156,6 +157,12 @@ def test_our_server_is_started_with_the_settings_of_the_run(overrides):
     assert config.batch.context_len + 2 == server.spec.max_len
     assert config.batch.prefill_chunk == plan.config.batch.prefill_chunk
     assert not compose(["scenario=serve", *server.overrides(speculative=False)]).speculates
+
+
+def test_our_server_names_the_drafts_that_it_serves(monkeypatch):
+    monkeypatch.setattr(DRAFTS["ngram"].facts, "serves", False)
+    with refusal("draft.name=ngram cannot be served; one of: none, dflash, eagle3, "):
+        resolve(compose(["engine=magicdec", "hardware=cpu", "draft=ngram"]))
 
 
 def test_our_server_finds_modules_in_the_targets_own_checkpoint(tmp_path):
