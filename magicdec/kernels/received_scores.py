@@ -48,7 +48,7 @@ def sum_keys(  # noqa: C901
     b, kv = head // K, head % K
     r, d = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.arange(0, PADDED_D)
     query = tl.load(seqlens + b) - T + r % T
-    at_row = (r % T) * q_token + (kv * J + r // T) * q_head
+    at_row = (r % T).to(tl.int64) * q_token + (kv * J + r // T) * q_head
     some = (r < J * T)[:, None] & (d < D)[None, :]
     q_tile = tl.load(q + b * q_row + at_row[:, None] + d[None, :], some, 0.0)
     if UPCAST:
@@ -146,7 +146,7 @@ def score_keys(
         for first in range(0, T, TILE):
             t = first + tl.arange(0, TILE)
             inside = (t < T)[:, None] & (d < D)[None, :]
-            q_tile = tl.load(q + t[:, None] * q_token, inside, 0.0)
+            q_tile = tl.load(q + t.to(tl.int64)[:, None] * q_token, inside, 0.0)
             if UPCAST:
                 q_tile = q_tile.to(tl.float32)
             scores = tl.dot(k_tile, tl.trans(q_tile), input_precision="ieee")

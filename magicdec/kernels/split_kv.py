@@ -112,7 +112,7 @@ def attend_split(  # noqa: C901, PLR0912, PLR0915
     at_q = (
         q
         + b * q_row
-        + (r % T)[:, None] * q_token
+        + (r % T).to(tl.int64)[:, None] * q_token
         + (kv * J + r // T)[:, None] * q_head
         + d[None, :]
     )

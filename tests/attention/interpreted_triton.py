@@ -46,6 +46,17 @@ def test_sinks_and_soft_caps(num_new, group, splits, monkeypatch):
     twins.check_weightings(TritonAttention(), num_new, group, 64, only_both=True)
 
 
+def test_tokens_of_queries_may_be_far_apart():
+    """Their distances exceed 32 bits; pages that nobody writes take no memory."""
+    q, k, v, seqlens = twins.case(3, 2, 64, 50, torch.float16)
+    heads = q.shape[2]
+    far = torch.empty(2**31 + 3 * heads * 64, dtype=torch.float16)
+    far = far.as_strided(q.shape, (heads * 64, 2**30, 64, 1)).copy_(q)
+    for call, others in ((twins.attend, (k, v, seqlens)), (twins.score_keys, (k, seqlens))):
+        near_out, far_out = (call(TritonAttention(), queries, *others) for queries in (q, far))
+        assert torch.equal(far_out, near_out)
+
+
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize(
     ("num_new", "group", "window"), [(40, 2, None), (70, 2, None), (70, 1, 40), (140, 1, 95)]
