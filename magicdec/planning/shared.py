@@ -151,7 +151,8 @@ def prefill_key(plan: "Plan", first: int) -> Hashable:
 def keys(plan: "Plan") -> set[Hashable]:
     """Return the keys of everything that a run can take over."""
     models = {model_key(plan, model) for model in (plan.target, plan.draft) if model is not None}
-    if not plan.config.scenario.prefills_batches:
+    # A draft that listens needs the target's hidden states, which are not kept.
+    if not plan.config.scenario.prefills_batches or plan.config.draft.listens:
         return models
     rows = int(plan.config.batch.size)
     return models | {

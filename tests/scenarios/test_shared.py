@@ -6,8 +6,10 @@ import re
 
 import pytest
 
+from magicdec.config.load import compose
 from magicdec.planning import build
-from magicdec.planning.shared import SHARED
+from magicdec.planning.resolve import resolve
+from magicdec.planning.shared import SHARED, Prefilled, keys
 from magicdec.scenarios import Job, compare
 from tests.golden.record import CASES, KEPT
 from tests.runs import run_here
@@ -142,6 +144,15 @@ def test_a_policy_that_scores_by_more_queries_than_were_kept_prefills_again(tmp_
     assert done(tmp_path, "snapkv")[0] is True
     assert done(tmp_path, "snapkv", change) == (False, *alone[1:])
     assert done(tmp_path, "snapkv", change) == (True, *alone[1:])
+
+
+@pytest.mark.parametrize(("draft", "num_kept"), [("self", 1), ("eagle3", 0)])
+def test_a_prefill_is_not_held_for_a_draft_that_has_to_hear_its_own(tmp_path, draft, num_kept):
+    """Otherwise two of the target's caches are held at once."""
+    done(tmp_path, "streaming")
+    SHARED.keep_only(keys(resolve(compose([*CELLS["streaming"], f"draft={draft}"]))))
+    kept = [value for value in SHARED._kept.values() if isinstance(value, Prefilled)]
+    assert len(kept) == num_kept
 
 
 def test_several_batches(tmp_path):
