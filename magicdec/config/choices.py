@@ -34,7 +34,7 @@ AUTO_GAMMAS = (1, 2, 3, 5, 8)  # what draft.gamma=auto chooses among: a captured
 # The most rows of a matmul for which a GPU reads codes of weights (draft.quantization). With more,
 # decoding once costs less than rereading the input.
 CODE_ROWS = 64
-CODE_GROUP = 32  # weights that share a scale; divides the layers of every supported model
+CODE_GROUP = 32  # weights that share a scale
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -55,7 +55,7 @@ class DraftSpec:
     sampling: Sampling | RowSampling
     gamma: int  # the largest, where `draft.gamma` is auto
     prefill_chunk: int
-    # Of an independent draft, or the target's own weights quantized.
+    # Of an independent draft, or those of the target's own layers that draft, quantized.
     model: Transformer | None = None
 
     def new_cache(self, model: Transformer, target_cache: KVCache | None) -> DraftCache:

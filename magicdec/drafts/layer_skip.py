@@ -57,6 +57,6 @@ class LayerSkipDraft(SelfDraft):
     def build(cls, spec: DraftSpec) -> "LayerSkipDraft":
         """Share weights and entries with the target."""
         assert isinstance(spec.draft, LayerSkip)
-        model = (spec.model or spec.target).first_layers(spec.draft.num_layers)
+        model = spec.model or spec.target.first_layers(spec.draft.num_layers)
         entries = spec.target_cache.view(0, model.config.of_entries().num_layers)
         return cls(model, spec.new_cache(model, entries), entries, spec)

@@ -5,6 +5,7 @@ The target is never quantized, because that would change its output.
 """
 
 import logging
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -13,12 +14,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
+from magicdec.architectures.model_config import ModelConfig
 from magicdec.config.choices import CODE_GROUP, CODE_ROWS
 from magicdec.errors import UserError
 from magicdec.kernels.toolchain import triton_obstacle
 from magicdec.models.passes import MATRICES
 from magicdec.models.transformer import Transformer
 
+QUANTIZED = (*MATRICES, "joined")  # of a layer; the last one where it has that
+PACKED_ROWS = 16  # outputs that PyTorch packs together on a CPU
 BITS = {"int8": torch.int8, "int4": torch.int4}  # type: ignore[attr-defined]
 
 
@@ -33,6 +37,23 @@ def check(quantization: str, device: torch.device) -> None:
             f"draft.quantization={quantization} on a GPU: Triton {reason}; or set"
             " draft.quantization=none"
         )
+
+
+def check_sizes(
+    quantization: str, model: ModelConfig, ranks: int, device: torch.device
+) -> None:
+    """Raise UserError where a rank's share of a matrix does not consist of whole groups."""
+    is_packed = quantization == "int4" and device.type == "cpu"
+    for matrix in model.shared_by(ranks).matrices:
+        units = {"inputs": CODE_GROUP, "outputs": PACKED_ROWS if is_packed else 1}
+        for side, unit in units.items():
+            size = getattr(matrix, side)
+            if size % unit:
+                raise UserError(
+                    f"draft.quantization={quantization} takes multiples of {unit}, but"
+                    f" {matrix.name} has {size:,} {side}{' on each rank' if ranks > 1 else ''};"
+                    " choose draft.quantization=none"
+                )
 
 
 def quiet_torchao() -> None:
@@ -62,7 +83,7 @@ def quantized(model: Transformer, quantization: str, device: torch.device | str)
     copy.load_state_dict(widened, assign=True)
     copy.eval().requires_grad_(False)
     for layer in copy.layers:
-        for name in MATRICES:
+        for name in filter(partial(hasattr, layer), QUANTIZED):
             linear = getattr(layer, name)
             if not on_cpu:
                 linear = coded(linear, quantization)

@@ -184,7 +184,8 @@ def _draft_model(
         return model
     from magicdec.models import quantize
 
-    model = quantize.quantized(model or target, draft.quantization, plan.device)
+    exact = model or target.first_layers(draft.drafter(target.config).num_layers)
+    model = quantize.quantized(exact, draft.quantization, plan.device)
     if plan.config.hardware.compile:
         model.compile_layers()
     return model

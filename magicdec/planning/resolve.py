@@ -48,7 +48,7 @@ def resolve(config: Config) -> Plan:
     if config.engine.name == "native":
         _check_modules(config, target, draft)
     _check_length(config, target, draft)
-    target, draft = _divided(config, target, draft)
+    target, draft = _divided(config, device, target, draft)
     if draft is not None:
         config = replace(config, draft=replace(config.draft, tensor_parallel=draft.num_ranks))
     plan = Plan(config, device, dtype, target, draft, _device_name(device))
@@ -220,7 +220,7 @@ def _device_name(device: torch.device) -> str:
 
 
 def _divided(
-    config: Config, target: PlannedModel, draft: PlannedModel | None
+    config: Config, device: torch.device, target: PlannedModel, draft: PlannedModel | None
 ) -> tuple[PlannedModel, PlannedModel | None]:
     """Return the models with the number of ranks that each is divided over."""
     ranks = config.hardware.tensor_parallel
@@ -233,6 +233,10 @@ def _divided(
         draft = drafter = replace(draft, num_ranks=drafters)
     for key, cache in config.budgeted.items():
         cache.check(drafter.config, drafters, config.draft.shares_target and key == "cache", key)
+    if config.draft.quantization != "none":
+        from magicdec.models import quantize
+
+        quantize.check_sizes(config.draft.quantization, drafter.config, drafters, device)
     return target, draft
 
 

@@ -172,6 +172,22 @@ def test_a_quantized_draft_counts_its_codes_and_scales_and_shares_the_rest(name,
     )
 
 
+def test_a_quantized_draft_of_the_first_layers_holds_no_codes_of_others():
+    pytest.importorskip("torchao")
+    keys = ["draft=layer_skip", "draft.num_layers=2", "draft.quantization=int8", "attention=sdpa"]
+    plan = resolve(compose([*keys, "hardware=cpu"]))
+    with progress() as bars:
+        engine = build.engine(plan, bars)
+    codes = sum(
+        tensor.nbytes
+        for parameter in engine.draft_model.layers.parameters()
+        for tensor in stored(parameter)
+        if parameter.dim() == 2
+    )
+    assert len(engine.draft_model.layers) == 2
+    assert codes == pytest.approx(fits.held(plan, 1, 100).draft_weights, rel=0.1)
+
+
 @pytest.mark.parametrize("available", [0, 99, 100, 333, 5000])
 def test_the_largest_batch_is_the_largest(available):
     def total(rows: int) -> int:

@@ -5,9 +5,11 @@ change.
 import pytest
 import torch
 
+from magicdec.config.load import compose
 from magicdec.errors import UserError
 from magicdec.models import quantize
-from tests.small import accepted, open_batch, random_prompts, small_model
+from magicdec.planning.resolve import resolve
+from tests.small import accepted, open_batch, random_prompts, small_drafter, small_model
 
 pytest.importorskip("torchao")
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}  # multiples of the group
@@ -83,6 +85,7 @@ def test_the_rest_is_shared_and_the_target_stays(target, pair):
 @pytest.mark.parametrize("policy", ["streaming", "topk"])
 def test_every_quantized_draft_is_lossless(target, pair, draft, policy):
     _, model = pair
+    model = model.first_layers(1) if draft == "layer_skip" else model
     options = {"gamma": 3, "policy": policy, "budget": 24, "num_sink": 2}
     batch = open_batch(
         target, random_prompts([40, 53]), draft_name=draft, draft_model=model, **options
@@ -108,3 +111,36 @@ def test_without_torchao_there_is_one_clear_line(monkeypatch):
     said = r"draft.quantization=int8 needs torchao: pip install 'magicdec\[quantization\]'"
     with pytest.raises(UserError, match=said):
         quantize.check("int8", torch.device("cpu"))
+
+
+def test_the_matrix_that_joins_two_vectors_is_quantized_too(target):
+    modules = small_drafter("mtp", target, 0.1)
+    joined = quantize.quantized(modules, "int8", "cpu").layers[0].joined.weight
+    assert type(joined.data) is not torch.Tensor
+
+
+UNEVEN = "target.architecture.intermediate_size=240"
+
+
+@pytest.mark.parametrize(
+    ("keys", "refused"),
+    [
+        (["draft.quantization=int8", UNEVEN], "int8 takes multiples of 32, but down has 240 inputs"),
+        (
+            ["draft.quantization=int4", "hardware.tensor_parallel=4"],
+            "int4 takes multiples of 32, but down has 176 inputs on each rank",
+        ),
+    ],
+)
+def test_matrices_that_are_not_made_of_whole_groups_are_refused(keys, refused):
+    random = ["target.weights=random", "draft.synthetic_acceptance=0.7"]
+    with pytest.raises(UserError, match=f"^draft.quantization={refused}; choose draft.quant"):
+        resolve(compose(["hardware=cpu", *random, *keys]))
+
+
+def test_outputs_that_cannot_be_packed_together_are_refused_on_a_cpu():
+    config = small_model(num_heads=8, num_kv_heads=1, head_dim=4).config
+    quantize.check_sizes("int8", config, 1, torch.device("cpu"))
+    quantize.check_sizes("int4", config, 1, torch.device("cuda"))
+    with pytest.raises(UserError, match="int4 takes multiples of 16, but qkv has 40 outputs;"):
+        quantize.check_sizes("int4", config, 1, torch.device("cpu"))
