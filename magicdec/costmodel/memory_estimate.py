@@ -4,7 +4,7 @@ loading anything.
 The rest, mostly activations, is found by a dry run of the model (magicdec/measure/footprint.py).
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from magicdec.architectures.model_config import ModelConfig
@@ -46,8 +46,10 @@ class Memory:
         return self.total + self.captured
 
 
-def memory(setup: Setup, gamma: int, generate_len: int = 0) -> Memory:
-    """Return the memory while `generate_len` tokens are generated with proposals of `gamma`."""
+def memory(setup: Setup, gamma: int, generate_len: int = 0, gammas: Collection[int] = ()) -> Memory:
+    """Return the memory while `generate_len` tokens are generated with proposals of `gamma`, the
+    largest of `gammas`, where rounds of several are held.
+    """
     draft, rows = setup.draft, setup.batch
     size = setup.element_bytes
     target = setup.target.shared_by(setup.ranks)
@@ -58,7 +60,7 @@ def memory(setup: Setup, gamma: int, generate_len: int = 0) -> Memory:
         draft_weights = in_layers * setup.draft_weight_bytes
         if draft.needs_model:  # otherwise the rest is the target's own
             draft_weights += (setup.draft_model.num_parameters - in_layers) * setup.weight_bytes
-    draft_kv += rows * _copied_states(setup, gamma)
+    draft_kv += rows * _copied_states(setup, gammas or (gamma,))
     for spec, model, shares_target in _draft_caches(setup, gamma, length):
         model = model.shared_by(setup.draft_ranks)
         draft_kv += rows * spec.stored_bytes(model, size, shares_target)
@@ -72,10 +74,10 @@ def memory(setup: Setup, gamma: int, generate_len: int = 0) -> Memory:
     )
 
 
-def _copied_states(setup: Setup, gamma: int) -> float:
+def _copied_states(setup: Setup, gammas: Collection[int]) -> float:
     """Return the bytes of recurrent states that speculation keeps of a row in addition to the
-    target's: one after each token of a verification, because any of them may be the last accepted,
-    and one of the draft's own.
+    target's: one after each token of a verification of every gamma, because any of them may be the
+    last accepted, and one of the draft's own.
     """
 
     def states(model: ModelConfig, ranks: int) -> float:
@@ -83,7 +85,7 @@ def _copied_states(setup: Setup, gamma: int) -> float:
         return sum(memory.layers * memory.state_bytes for memory in memories)
 
     own = states(setup.draft_model, setup.draft_ranks) if setup.draft.is_model else 0.0
-    return (gamma + 1) * states(setup.target, setup.ranks) + own
+    return sum(gamma + 1 for gamma in gammas) * states(setup.target, setup.ranks) + own
 
 
 def _draft_caches(

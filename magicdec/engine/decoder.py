@@ -110,8 +110,9 @@ class Decoder:
     @torch.inference_mode()
     def resume(self, last_BE: Tensor) -> None:
         """Continue behind prompts that the cache holds already; `last_BE` are their last hidden
-        states.
+        states. Rounds of an earlier decoder over the cache must be over.
         """
+        self.cache.forget_passes()
         self.cache.rollback(self.state.prompt_len_B)
         self.last_BE = last_BE
         self._decide_first_tokens()

@@ -1,6 +1,6 @@
 """Predict what a run allocates beyond its weights, by running it on tensors without storage.
 
-One chunk of every loop and one round of every kind run on PyTorch's meta device, and every
+One chunk of every loop, and one round of every gamma and phase, run on PyTorch's meta device. Every
 allocation is counted: caches of any policy, activations, masks, logits, scores. Shapes are static,
 so that a short prompt in a cache of full capacity allocates what the last chunk of a long one does.
 """
@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -95,8 +96,8 @@ def footprint(
                 decoder.restart()
                 decoder.prefilled = draft
             with allocations.of_rounds():
-                for phase in range(draft.phases):
-                    decoder.round(draft, draft.gamma, phase)
+                for gamma, phase in product(decoder.gammas or (draft.gamma,), range(draft.phases)):
+                    decoder.round(draft, gamma, phase)
         if audited:
             rehearse(decoder, context_len)
             score_tokens(decoder, decoder.state.tokens_BS[:, : min(new_tokens, chunk_len(decoder))])

@@ -276,6 +276,11 @@ class KVCache:
         if self.states is not None:
             self.states.return_to_mark()
 
+    def forget_passes(self) -> None:
+        """Free what recurrent states have noted for rounds that are over."""
+        if self.states is not None:
+            self.states.forget_passes()
+
     def commit(self, num_appended: int, count_B: Tensor) -> None:
         """Keep the first `count_B` of the last `num_appended` tokens appended to every row."""
         self.seqlens_B += count_B - num_appended

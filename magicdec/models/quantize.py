@@ -39,9 +39,7 @@ def check(quantization: str, device: torch.device) -> None:
         )
 
 
-def check_sizes(
-    quantization: str, model: ModelConfig, ranks: int, device: torch.device
-) -> None:
+def check_sizes(quantization: str, model: ModelConfig, ranks: int, device: torch.device) -> None:
     """Raise UserError where a rank's share of a matrix does not consist of whole groups."""
     is_packed = quantization == "int4" and device.type == "cpu"
     for matrix in model.shared_by(ranks).matrices:

@@ -125,6 +125,10 @@ class States(ABC):
             raise RuntimeError("recurrent states cannot return: none were marked")
         return self._marked
 
+    def forget_passes(self) -> None:
+        """Free what tentative passes note: rounds with other numbers of tokens may follow."""
+        self._columns_of.clear()
+
     def clear(self) -> None:
         """Set the states of all rows as before their first token."""
         for mine in self.now:
@@ -261,6 +265,11 @@ class KeptStates(States):
         return super().num_bytes + sum(x.nbytes for x in self._matrices_of.values())
 
     @override
+    def forget_passes(self) -> None:
+        super().forget_passes()
+        self._matrices_of.clear()
+
+    @override
     def note(
         self, place: int, rule: Rule, inputs: RuleInputs, before_RHKV: Tensor, computed: Computed
     ) -> Tensor:
@@ -299,6 +308,11 @@ class ReplayedStates(States):
     def num_bytes(self) -> int:
         layers = (inputs for layers in self._inputs_of.values() for inputs in layers)
         return super().num_bytes + sum(x.nbytes for inputs in layers for x in inputs)
+
+    @override
+    def forget_passes(self) -> None:
+        super().forget_passes()
+        self._inputs_of.clear()
 
     @override
     def note(

@@ -130,6 +130,13 @@ def test_a_memory_estimate_counts_copies_of_recurrent_states():
     assert memory(setup, 2).draft_kv > setup.batch * (3 + 1) * without
 
 
+def test_a_run_that_chooses_gamma_keeps_the_states_of_every_gamma():
+    setup = predicted("qwen3.5-27b").setup
+    states = sum(memory.layers * memory.state_bytes for memory in setup.target.memories)
+    several = memory(setup, 3, gammas=(1, 2, 3)).draft_kv - memory(setup, 3).draft_kv
+    assert several == pytest.approx(setup.batch * (2 + 3) * states)
+
+
 def test_a_touched_expert_costs_its_overhead():
     setup = predicted("qwen3-30b-a3b").setup
     efficiency = replace(setup.hardware.efficiency, expert_overhead_us=2.0)

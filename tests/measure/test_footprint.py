@@ -22,6 +22,7 @@ from magicdec.serving.request import Params
 from magicdec.serving.slots import Slots
 from magicdec.tracking.progress import progress
 from magicdec.verification.sampling import Sampling
+from tests.checkpoints import make_checkpoint
 from tests.small import new_engine, open_batch, random_prompts, small_drafter, small_model
 
 SIZES = {
@@ -83,6 +84,27 @@ def test_what_is_foreseen_is_what_is_allocated(draft, policy, chunk, sampling):
     assert footprint(engine, ROWS, CONTEXT, audited).peak == pytest.approx(
         counted_peak(run), rel=0.05
     )
+
+
+@pytest.mark.parametrize("rollback", ["keep", "replay"])
+def test_states_are_foreseen_for_every_gamma_that_a_run_may_choose(tmp_path, rollback):
+    """Their notes are the larger part: of 2 to 9 tokens, for each of five gammas."""
+    sizes = ["batch.size=8", "batch.context_len=20", "batch.generate_len=24"]
+    sizes += ["batch.prefill_chunk=4"]
+    keys = ["draft.gamma=auto", f"target.rollback={rollback}", "attention=sdpa", *sizes]
+    folder = make_checkpoint(tmp_path, "qwen3.5", eos_token_id=None)
+    given = [f"target.path={folder}", "target=custom", "data=random", "hardware=cpu"]
+    plan = resolve(compose([*given, "cache.budget=16", "draft.synthetic_acceptance=0.7", *keys]))
+    with progress() as bars:
+        engine = build.engine(plan, bars)
+
+    def run():
+        batch = engine.open(random_prompts([20] * 8))
+        batch.decoder.prefill(engine.prefill_chunk)
+        batch.decoder.generate(batch.draft)
+
+    estimated = fits.estimate(plan, 8, 20)
+    assert estimated.total - estimated.weights == pytest.approx(counted_peak(run), rel=0.05)
 
 
 @pytest.mark.parametrize(

@@ -182,6 +182,20 @@ def test_passes_over_a_prefill_leave_it_as_it_was(rollback, folders):
 
 
 @pytest.mark.parametrize("rollback", ROLLBACKS)
+def test_who_takes_over_a_prefill_holds_no_notes_of_rounds_with_another_gamma(rollback, folders):
+    target, expected = target_of(folders("qwen3.5"), rollback), expected_of(folders("qwen3.5"))
+    keys = KEYS | {"draft_name": "self", "policy": "window"}
+    first, alone = (open_batch(target, prompts(), gamma=gamma, **keys) for gamma in (5, 2))
+    for batch in (first, alone):
+        batch.decoder.generate(batch.draft)
+    second = new_engine(target, gamma=2, **keys).open(prompts(), cache=first.decoder.cache)
+    second.decoder.resume(first.decoder.last_BE)
+    assert second.decoder.generate(second.draft).tokens == expected
+    held, usual = (batch.decoder.cache.states.num_bytes for batch in (second, alone))
+    assert held == usual
+
+
+@pytest.mark.parametrize("rollback", ROLLBACKS)
 def test_a_proposal_and_a_verification_leave_the_states_of_the_target(rollback, folders):
     target = target_of(folders("qwen3-next"), rollback)
     batch = open_batch(target, prompts(), draft_name="self", policy="window", gamma=3, **KEYS)

@@ -125,7 +125,10 @@ UNEVEN = "target.architecture.intermediate_size=240"
 @pytest.mark.parametrize(
     ("keys", "refused"),
     [
-        (["draft.quantization=int8", UNEVEN], "int8 takes multiples of 32, but down has 240 inputs"),
+        (
+            ["draft.quantization=int8", UNEVEN],
+            "int8 takes multiples of 32, but down has 240 inputs",
+        ),
         (
             ["draft.quantization=int4", "hardware.tensor_parallel=4"],
             "int4 takes multiples of 32, but down has 176 inputs on each rank",
