@@ -122,14 +122,15 @@ def load_mtp(
     whole = config_from(config.config_json)
     with torch.device("meta"):
         causal = AutoModelForCausalLM.from_config(whole, dtype=dtype, attn_implementation=NAME)
-    modules: Any = MtpModel
-    with device:
-        predictor = modules(causal, config.num_layers).to(dtype)
     if folder is not None:
         predictor = _read(folder, causal, config.num_layers, device)
-    elif device.type != "meta":
-        generator = torch.Generator(device).manual_seed(0)
-        draw_matrices(predictor.layers.parameters(), generator)
+    else:
+        modules: Any = MtpModel
+        with device:
+            predictor = modules(causal, config.num_layers).to(dtype)
+        if device.type != "meta":
+            generator = torch.Generator(device).manual_seed(0)
+            draw_matrices(predictor.layers.parameters(), generator)
     predictor.embed_tokens = predictor.shared_head = None  # the target's: see `on`
     operators = operators_for(type(attention))
     if operators is not PYTORCH:
