@@ -197,12 +197,19 @@ def head_from(
     taps = file.eagle_aux_hidden_state_layer_ids or nested.eagle_aux_hidden_state_layer_ids
     has = tensors if tensors is not None else {"lm_head.weight": None, "d2t": None}
 
+    vocabulary = file.draft_vocab_size or model.vocab_size
+    if vocabulary < model.vocab_size and (missing := {"d2t", "lm_head.weight"} - {*has}):
+        raise UserError(
+            f"{name}: draft_vocab_size={vocabulary} of {model.vocab_size} takes d2t and"
+            f" lm_head.weight, and {min(missing)} is missing; download the head again"
+        )
+
     def begins(prefix: str) -> bool:
         return any(name.startswith(prefix) for name in has)
 
     return HeadConfig(
         **model.sizes,
-        draft_vocab_size=file.draft_vocab_size or model.vocab_size,
+        draft_vocab_size=vocabulary,
         target_hidden_size=file.target_hidden_size or model.hidden_size,
         taps=tuple(taps or ()),
         norm_before_residual=file.norm_before_residual,

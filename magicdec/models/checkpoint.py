@@ -23,7 +23,7 @@ from magicdec.models.metadata import read_header, read_json
 from magicdec.models.parallel import ALONE, Share
 from magicdec.models.pieces import TensorPiece, pieces
 from magicdec.models.tensors import read_part
-from magicdec.models.unread import DISPENSABLE, IN_HEADS, report_frequencies
+from magicdec.models.unread import dispensable, report_frequencies
 
 CONFIG = "config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -61,7 +61,7 @@ def load(
     """
     todo = list(pieces(config, share))
     files = files_of(folder)
-    _check(todo, files, folder, IN_HEADS if config.is_head else DISPENSABLE)
+    _check(todo, files, folder, dispensable(config))
     report_frequencies(files, config)
     shapes = {
         piece.parameter: (piece.first_row + piece.part_shape[0], *piece.part_shape[1:])
@@ -96,10 +96,11 @@ def _target_ids(files: dict[str, Path], config: HeadConfig) -> Tensor:
     path = files["d2t"]
     distances = read_part(path, "d2t")
     ids = distances.long().flatten() + torch.arange(distances.numel())
-    if len(ids) != config.num_logits or not bool(((ids >= 0) & (ids < config.vocab_size)).all()):
+    is_valid = bool(((ids >= 0) & (ids < config.vocab_size)).all())
+    if not is_valid or len(ids) != config.num_logits or len(ids.unique()) < len(ids):
         raise UserError(
             f"{path}: d2t does not map {config.num_logits} tokens into a vocabulary of"
-            f" {config.vocab_size}"
+            f" {config.vocab_size}, each to another one"
         )
     if "t2d" in files and not torch.equal(
         read_part(files["t2d"], "t2d").flatten().nonzero()[:, 0], ids.sort().values

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from magicdec.architectures.head_config import HeadConfig
 from magicdec.architectures.model_config import ModelConfig
-from magicdec.errors import to_stderr
+from magicdec.errors import UserError, to_stderr
 from magicdec.inputs.rules import SHORT
 from magicdec.models.rope import rope_frequencies
 from magicdec.models.tensors import have_same_numbers, read_part
@@ -22,9 +23,9 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # That old versions of transformers have written.
 FREQUENCIES = re.compile(r".*rotary_emb\.inv_freq")
 # Tensors that need not be read: those below compare them with what is used in their place.
-DISPENSABLE = re.compile(rf"{FREQUENCIES.pattern}|{re.escape(HEAD)}")
-# A head's vocabulary, which d2t describes, and speculators' copies of the target's weights.
-IN_HEADS = re.compile(rf"{DISPENSABLE.pattern}|d2t|t2d|verifier_.*")
+DISPENSABLE = rf"{FREQUENCIES.pattern}|{re.escape(HEAD)}"
+COPIES = "verifier_.*"  # speculators' copies of the target's weights, which nobody compares
+VOCABULARY = "d2t|t2d"  # of an EAGLE-3 head: checkpoint.py reads it
 MOST_KEYS = 8  # that a warning names
 
 
@@ -36,6 +37,27 @@ def report_keys(path: Path, keys: Mapping[str, Any], why: str) -> None:
     shown = [f"{key[:60]}={SHORT.repr(value)}" for key, value in first]
     more = f" and {len(keys) - MOST_KEYS} more" if len(keys) > MOST_KEYS else ""
     report_line(f"{path}: {why}: {', '.join(shown)}{more}")
+
+
+def dispensable(config: ModelConfig) -> re.Pattern[str]:
+    """Return which tensors need not have a place in an architecture."""
+    of_heads = [COPIES] * config.is_head + [VOCABULARY] * isinstance(config, HeadConfig)
+    return re.compile("|".join([DISPENSABLE, *of_heads]))
+
+
+def check_output_matrix(draft: Mapping[str, Path], target: Mapping[str, Path]) -> None:
+    """Raise UserError where a draft that proposes with its target's output matrix comes with
+    another one.
+    """
+    if HEAD not in draft:
+        return
+    used = HEAD if HEAD in target else EMBEDDING
+    if used in target and have_same_numbers((draft[HEAD], HEAD), (target[used], used)):
+        return
+    raise UserError(
+        f"{draft[HEAD]}: {HEAD} differs from the target's {used}, which the draft proposes with;"
+        " set draft.model.path to one for this target"
+    )
 
 
 def is_tied(files: Mapping[str, Path]) -> bool:

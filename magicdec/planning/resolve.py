@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from magicdec.architectures.head_config import HeadConfig
 from magicdec.architectures.model_config import ModelConfig, check_ranks
 from magicdec.attention import backends
 from magicdec.config.checks import check_length
@@ -19,7 +20,9 @@ from magicdec.errors import UserError
 from magicdec.kernels.toolchain import triton_obstacle
 from magicdec.measure.system import cpu_name
 from magicdec.models import description
+from magicdec.models.checkpoint import files_of
 from magicdec.models.last_queries import MOST_KEPT
+from magicdec.models.unread import check_output_matrix
 from magicdec.planning.as_draft import check_kind, check_layers
 from magicdec.planning.identity import identify, taking_back
 from magicdec.planning.resolved import Plan, PlannedModel
@@ -250,11 +253,21 @@ def _check_draft(
         from magicdec.models.vocabulary import check_vocabularies
 
         check_vocabularies(target.config, draft.config, target.folder, draft.folder)
+    if draft is not None and config.draft.listens:
+        _check_output_matrix(target, draft)
     if config.draft.quantization != "none":
         from magicdec.models import quantize
 
         quantize.check(config.draft.quantization, device)
     config.draft.check(target.config)
+
+
+def _check_output_matrix(target: PlannedModel, draft: PlannedModel) -> None:
+    """Raise UserError for a draft with an output matrix that would not be used."""
+    if isinstance(draft.config, HeadConfig) or draft.folder is None or target.folder is None:
+        return
+    if draft.folder != target.folder:
+        check_output_matrix(files_of(draft.folder), files_of(target.folder))
 
 
 def _check_modules(config: Config, target: PlannedModel, draft: PlannedModel | None) -> None:

@@ -4,12 +4,13 @@ formulas over the whole text, and against transformers.
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from magicdec.architectures.modules_config import MtpModulesConfig
@@ -17,6 +18,7 @@ from magicdec.attention.sdpa import SdpaAttention
 from magicdec.config.load import compose
 from magicdec.conformance.examine import both_ways
 from magicdec.errors import UserError
+from magicdec.models.adapter import mtp_modules
 from magicdec.models.adapter.mtp_modules import load_mtp
 from magicdec.models.checkpoint import load
 from magicdec.models.description import read_config
@@ -30,7 +32,14 @@ from magicdec.serving.scheduler import Scheduler
 from magicdec.serving.slots import Slots
 from magicdec.tracking.progress import progress
 from magicdec.verification.sampling import Sampling
-from tests.checkpoints import SIZES, add_mtp, load_modules, load_reference, make_checkpoint
+from tests.checkpoints import (
+    SIZES,
+    add_mtp,
+    load_model,
+    load_modules,
+    load_reference,
+    make_checkpoint,
+)
 from tests.drafts.proposals import proposals_of
 from tests.small import new_engine, open_batch, random_prompts, small_model, small_modules
 
@@ -201,6 +210,30 @@ def test_modules_are_read_from_a_folder(tmp_path, capsys):
     assert config.num_parameters == sum(weight.numel() for weight in modules.parameters())
 
 
+@pytest.mark.parametrize("differs", [False, True])
+def test_a_copy_of_the_targets_output_matrix_must_have_the_same_numbers(tmp_path, differs):
+    target = load_model(make_checkpoint(tmp_path / "target", "llama"))
+    folder = saved(small_modules(target, 1), tmp_path)
+    stored, head = load_file(folder / "model.safetensors"), target.head.weight + differs
+    save_file(stored | {"lm_head.weight": head}, folder / "model.safetensors")
+    keys = [f"target.path={tmp_path / 'target'}", "draft=mtp", f"draft.model.path={folder}"]
+    keys += ["data=random", "draft.synthetic_acceptance=0.7", "batch.context_len=20"]
+    config = compose(["target=custom", "hardware=cpu", *keys])
+    if not differs:
+        assert resolve(config).draft.folder == folder
+        return
+    with pytest.raises(UserError, match=r"lm_head.weight differs from the target's .*model.path"):
+        resolve(config)
+
+
+def test_a_vocabulary_of_their_own_is_refused(tmp_path):
+    folder = saved(small_modules(TARGET, 1), tmp_path)
+    stored = load_file(folder / "model.safetensors")
+    save_file(stored | {"d2t": torch.arange(9)}, folder / "model.safetensors")
+    with pytest.raises(UserError, match=r"1 tensors have no place in the .* such as d2t"):
+        load(folder, read_config(folder), torch.float32, "cpu")
+
+
 @pytest.mark.parametrize(
     ("layer", "said"),
     [
@@ -303,6 +336,12 @@ def test_a_checkpoint_says_how_many_modules_it_has(folders):
     predictor = of_checkpoint(folders[2], [[1, 2, 3]], gamma=2).draft.model.predictor
     weights = sum(weight.numel() for weight in predictor.layers.parameters())
     assert (modules.num_layers, modules.parameters) == (2, weights)
+
+
+def test_no_random_modules_are_made_where_a_checkpoint_is_read(folders, monkeypatch):
+    read_alone = SimpleNamespace(from_pretrained=mtp_modules.MtpModel.from_pretrained)
+    monkeypatch.setattr(mtp_modules, "MtpModel", read_alone)
+    assert of_checkpoint(folders[1], [[1, 2, 3]], gamma=1).draft.model.num_modules == 1
 
 
 def test_a_checkpoint_without_the_modules_of_its_config_is_refused(tmp_path):

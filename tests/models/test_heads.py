@@ -144,6 +144,25 @@ def test_a_layer_that_is_null_is_next_to_the_keys_of_the_head(tmp_path):
     assert head == read_config(folder)
 
 
+@pytest.mark.parametrize("missing", ["d2t", "lm_head.weight"])
+def test_a_smaller_vocabulary_takes_ids_and_an_output_matrix_of_its_own(tmp_path, missing):
+    folder = changed(HEADS / "llama-eagle", tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors[missing]
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(UserError, match=rf"draft_vocab_size=23 of 37 .* {missing} is missing"):
+        read_config(folder)
+
+
+def test_tokens_of_a_head_that_are_the_same_of_the_target_are_refused(tmp_path):
+    folder = changed(HEADS / "llama-eagle", tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["d2t"][1] = tensors["d2t"][0] - 1
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(UserError, match="d2t does not map 23 tokens into a vocabulary of 37"):
+        load(folder, read_config(folder), torch.float32, "cpu")
+
+
 def test_a_vocabulary_that_is_not_the_targets_is_refused(tmp_path):
     folder = changed(HEADS / "llama-eagle", tmp_path)
     tensors = load_file(folder / "model.safetensors")
