@@ -1,3 +1,3 @@
-"""KV caches and the policies that select what a draft keeps: kv_cache, draft_cache, and a file per
-policy.
+"""Drafts' caches and the policies that select what they keep: draft_cache is the interface, and
+each policy is a file. The target's cache is models/kv_cache.py.
 """

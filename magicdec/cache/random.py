@@ -14,7 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from magicdec.cache.compact import CompactCache
-from magicdec.config.choices import CacheConfig
+from magicdec.config.choices import CacheConfig, mistakes_of_sinks
 from magicdec.config.registry import POLICIES
 from magicdec.inputs.rules import STRICT, Count
 from magicdec.models.kv_cache import KVCache
@@ -38,12 +38,7 @@ class Random(CacheConfig):
 
     @override
     def mistakes(self, key: str) -> Iterator[str]:
-        if self.budget <= self.num_sink:
-            sinks = f"{key}.num_sink={self.num_sink}"
-            yield (
-                f"{key}.budget={self.budget}: must be above {sinks}, to hold the sinks and a recent"
-                " token at least"
-            )
+        return mistakes_of_sinks(key, self.budget, self.num_sink)
 
 
 @POLICIES.register(Random)

@@ -15,7 +15,7 @@ from typing_extensions import override
 from magicdec.architectures.model_config import ModelConfig
 from magicdec.cache.draft_cache import DraftCache
 from magicdec.cache.window import Window, WindowCache
-from magicdec.config.choices import CacheSpec, all_kv_heads
+from magicdec.config.choices import CacheSpec, all_kv_heads, mistakes_of_sinks
 from magicdec.config.registry import POLICIES
 from magicdec.inputs.rules import STRICT
 from magicdec.models.kv_cache import KVCache
@@ -31,12 +31,7 @@ class Streaming(Window):
 
     @override
     def mistakes(self, key: str) -> Iterator[str]:
-        if self.budget <= self.num_sink:
-            sinks = f"{key}.num_sink={self.num_sink}"
-            yield (
-                f"{key}.budget={self.budget}: must be above {sinks}, to hold the sinks and a window"
-                " of at least 1"
-            )
+        return mistakes_of_sinks(key, self.budget, self.num_sink)
 
     @override
     def extra_bytes(self, spec: CacheSpec, model: ModelConfig, element_bytes: float) -> float:

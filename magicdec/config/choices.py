@@ -141,6 +141,15 @@ class CacheConfig:
         return 0.0
 
 
+def mistakes_of_sinks(key: str, budget: int, num_sink: int) -> Iterator[str]:
+    """Yield what is wrong with the budget of a policy that keeps first tokens and recent ones."""
+    if budget <= num_sink:
+        yield (
+            f"{key}.budget={budget}: must be above {key}.num_sink={num_sink}, to hold the sinks and"
+            " a window of at least 1"
+        )
+
+
 @plain_dataclass(frozen=True)
 class CacheSpec:
     """A request for a draft's cache: the configuration group that describes it, and what the run

@@ -74,8 +74,8 @@ class DraftSpec:
 
 
 class Draft(ABC):
-    """A source of proposals. Everything but `prefill` and `prepare` is free of host
-    synchronisation.
+    """A source of proposals. What a round calls is free of host synchronisation: `propose`,
+    `pause`, `watch` and `commit`.
 
     Shapes depend on the gamma of a round, which may differ from one round to the next.
     """

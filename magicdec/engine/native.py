@@ -134,7 +134,9 @@ class NativeEngine:
 
 @torch.inference_mode()
 def warm_up(batch: Batch) -> None:
-    """Run one step of each kind, before anything is timed: thread pools, kernels, graphs."""
+    """Run the first step of each way to decode before anything is timed, so that thread pools,
+    kernels and graphs are ready.
+    """
     batch.decoder.restart()
     batch.decoder.cycle_for(None)()
     if batch.draft is not None:

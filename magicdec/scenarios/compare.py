@@ -107,7 +107,7 @@ def run(plan: Plan, run: "Run", progress: Progress) -> Outcome:
                 profile = _profiled(session, batch) | _memory(batch, peak)
                 profile |= _routed(session, batch, run)
                 # Last: the bandwidth's measurement takes memory.
-                profile |= _roofline(plan, batch, profile)
+                profile |= _roofline(session, batch, profile)
     figures = session.figures
     results = (
         figures.metrics()
@@ -241,10 +241,11 @@ def _generate(decoder: Decoder, draft: Draft | None, progress: Progress) -> Gene
         return decoder.generate(draft, Points(decoder.state, way, task, progress))
 
 
-def _roofline(plan: Plan, batch: Batch, measured: Metrics) -> Metrics:
+def _roofline(session: Session, batch: Batch, measured: Metrics) -> Metrics:
     """Return the bytes that a step must read over its time, as a share of the bandwidth. That comes
     from `hardware`, or is measured: variants of a device may share a name.
     """
+    plan = session.plan
     given = plan.config.hardware.bandwidth_gbs
     measured_at = ("bandwidth", plan.device)
     bandwidth = (
@@ -252,14 +253,14 @@ def _roofline(plan: Plan, batch: Batch, measured: Metrics) -> Metrics:
     )
     target = batch.decoder.target  # one rank's share, as the bandwidth is one device's
     rows = batch.decoder.cache.num_rows
-    gamma = batch.draft.gamma if batch.draft else 0
+    verified = rows * (session.figures.gamma + 1)
     kv = sum(
         memory.read_bytes(length, plan.dtype.itemsize)
         for memory in target.config.memories
         for length in batch.decoder.state.prompt_len_B.tolist()
     )
     result: Metrics = {"roofline/bandwidth_gbs": bandwidth / 1e9}
-    for name, num_tokens in (("target_decode", rows), ("verify", rows * (gamma + 1))):
+    for name, num_tokens in (("target_decode", rows), ("verify", verified)):
         if f"time/{name}_ms" in measured:
             weights = target.step_weight_bytes(num_tokens)
             result[f"roofline/{name}"] = (

@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 
+from magicdec.models.transformer import Transformer
 from magicdec.scenarios import compare
 from tests.checkpoints import make_checkpoint
 from tests.runs import TINY, run_here
@@ -37,6 +38,17 @@ def test_a_machine_that_is_slow_throughout_is_noticed(tmp_path):
     second = run_here(tmp_path).metrics
     assert second["agreement/earlier"] > 5
     assert second["noisy"] is True
+
+
+def test_the_bytes_of_a_verification_are_those_of_the_gamma_that_is_timed(tmp_path, monkeypatch):
+    """With experts, they depend on the number of tokens."""
+    own, asked = Transformer.step_weight_bytes, []
+    monkeypatch.setattr(
+        Transformer, "step_weight_bytes", lambda model, n: asked.append(n) or own(model, n)
+    )
+    monkeypatch.setattr(compare.Figures, "gamma", 2)
+    run_here(tmp_path, "draft.gamma=auto", "batch.size=3", "attention=sdpa")
+    assert asked == [3, 9]
 
 
 @pytest.mark.parametrize("engine", ["native", "transformers"])
