@@ -84,6 +84,8 @@ class Attention(ABC, Generic[AttentionPlan]):
 
     # Whether `weighting` is read; otherwise a model that needs one cannot use the backend.
     takes_weighting: ClassVar[bool] = False
+    # The most KV heads of all rows together that a pass can have; None: any number.
+    most_heads: ClassVar[int | None] = None
     weighting: Weighting = PLAIN
 
     def weighted(self, weighting: Weighting) -> Self:

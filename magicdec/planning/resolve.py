@@ -211,7 +211,22 @@ def _attention(plan: Plan) -> tuple[str, str]:
             f"hardware.cuda_graphs=true: attention={backend} plans on the host, which no graph can"
             " capture; set hardware.cuda_graphs=false"
         )
+    _check_heads(plan, backend)
     return backend, why
+
+
+def _check_heads(plan: Plan, backend: str) -> None:
+    """Raise UserError for more KV heads of all rows than the backend takes in a pass."""
+    most = BACKENDS[backend].work.most_heads
+    rows, _ = plan.config.scenario.largest(plan.config.batch)
+    models = [model for model in (plan.target, plan.draft) if model is not None]
+    heads = max(model.config.shared_by(model.num_ranks).num_kv_heads for model in models)
+    if most is not None and rows * heads > most:
+        key = plan.config.scenario.key_of("batch.size")
+        raise UserError(
+            f"{key}={rows}: attention={backend} takes {most:,} KV heads of all rows, and each row"
+            f" has {heads}; choose {key}={most // heads} or less, or attention=sdpa"
+        )
 
 
 def _device_name(device: torch.device) -> str:

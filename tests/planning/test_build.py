@@ -70,6 +70,15 @@ def test_what_no_graph_can_capture_is_refused(plan):
     )
 
 
+def test_more_kv_heads_than_a_grid_has_programs_are_refused(plan):
+    """8 of each row: 65,536 where 65,535 are possible."""
+    sizes = ("attention=triton", "batch.context_len=64")
+    assert plan(*sizes, "batch.size=8191").config.attention == "triton"
+    assert plan("attention=sdpa", "batch.size=8192").config.attention == "sdpa"
+    with pytest.raises(UserError, match=r"^batch.size=8192: .* choose batch.size=8191 or less"):
+        plan(*sizes, "batch.size=8192")
+
+
 def test_memory_is_foreseen_with_the_chosen_attention(estimate):
     """In a prefill of long chunks, the mask of sdpa alone is 32 rows x 4,096 tokens x 16,384
     slots.

@@ -39,6 +39,7 @@ class TritonAttention(KernelAttention):
     """The kernels of kernels/split_kv.py."""
 
     takes_weighting = True
+    most_heads = 65_535  # programs along the second and the third dimension of CUDA's grids
 
     @classmethod
     @override
