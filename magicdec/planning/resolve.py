@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from magicdec.architectures.head_config import HeadConfig
-from magicdec.architectures.model_config import ModelConfig, check_ranks
+from magicdec.architectures.model_config import check_ranks
 from magicdec.attention import backends
 from magicdec.config.checks import check_length
 from magicdec.config.choices import ModelChoice
@@ -20,10 +19,13 @@ from magicdec.errors import UserError
 from magicdec.kernels.toolchain import triton_obstacle
 from magicdec.measure.system import cpu_name
 from magicdec.models import description
-from magicdec.models.checkpoint import files_of
-from magicdec.models.last_queries import MOST_KEPT
-from magicdec.models.unread import check_output_matrix
-from magicdec.planning.as_draft import check_kind, check_layers
+from magicdec.planning.as_draft import check_kind
+from magicdec.planning.compatibility import (
+    check_draft,
+    check_lengths,
+    check_modules,
+    check_vocabulary,
+)
 from magicdec.planning.identity import identify, taking_back
 from magicdec.planning.resolved import Plan, PlannedModel
 
@@ -47,10 +49,10 @@ def resolve(config: Config) -> Plan:
     config = replace(config, batch=batch_on(config, device))
     config, uncompiled = _with_hardware(config, device, dtype)
     config, target, draft = _models(config, loads=True)
-    _check_draft(config, device, target, draft)
+    check_draft(config, device, target, draft)
     if config.engine.name == "native":
-        _check_modules(config, target, draft)
-    _check_length(config, target, draft)
+        check_modules(config, target, draft)
+    check_lengths(config, target, draft)
     target, draft = _divided(config, device, target, draft)
     if draft is not None:
         config = replace(config, draft=replace(config.draft, tensor_parallel=draft.num_ranks))
@@ -87,18 +89,6 @@ def _remote(config: Config) -> Plan:
         folder = description.locate(config.target.path or "", "target.path", weights=False)
         target = replace(target, folder=folder, reads_weights=False)
     return Plan(config, torch.device("cpu"), torch.float32, target, None, "another server")
-
-
-def check_vocabulary(
-    target: ModelConfig, draft: ModelConfig | None, key: str = "draft.model"
-) -> None:
-    """Raise UserError for a predicted draft of another vocabulary, as far as its size tells. Heads
-    map theirs.
-    """
-    from magicdec.models.vocabulary import PADDING, check_vocabularies
-
-    if draft is not None and not draft.is_head:
-        check_vocabularies(target, draft, key=key, padding=PADDING)
 
 
 def batch_on(config: Config, device: torch.device) -> BatchConfig:
@@ -256,104 +246,3 @@ def _divided(
 
         quantize.check_sizes(config.draft.quantization, drafter.config, drafters, device)
     return target, draft
-
-
-def _check_draft(
-    config: Config, device: torch.device, target: PlannedModel, draft: PlannedModel | None
-) -> None:
-    """Raise UserError for a draft that does not go with the target, the device or its own
-    options.
-    """
-    if draft is not None and not config.draft.listens:
-        from magicdec.models.vocabulary import check_vocabularies
-
-        check_vocabularies(target.config, draft.config, target.folder, draft.folder)
-    if draft is not None and config.draft.listens:
-        _check_output_matrix(target, draft)
-    if config.draft.quantization != "none":
-        from magicdec.models import quantize
-
-        quantize.check(config.draft.quantization, device)
-    config.draft.check(target.config)
-
-
-def _check_output_matrix(target: PlannedModel, draft: PlannedModel) -> None:
-    """Raise UserError for a draft with an output matrix that would not be used."""
-    if isinstance(draft.config, HeadConfig) or draft.folder is None or target.folder is None:
-        return
-    if draft.folder != target.folder:
-        check_output_matrix(files_of(draft.folder), files_of(target.folder))
-
-
-def _check_modules(config: Config, target: PlannedModel, draft: PlannedModel | None) -> None:
-    """Raise UserError for what transformers' modules cannot do."""
-    models = [model for model in (target, draft) if model is not None]
-    for model in models:
-        if model.config.implementation == "native":
-            continue
-        if refusal := getattr(model.config, "refusal", ""):
-            raise UserError(f"{model.key}: {refusal}; it can be predicted (scenario=predict)")
-        if model.config.recurrence is not None:
-            _check_recurrent(config, model)
-        key = f"{model.key}.implementation=transformers"
-        if config.hardware.tensor_parallel > 1:
-            ranks = config.hardware.tensor_parallel
-            raise UserError(
-                f"hardware.tensor_parallel={ranks}: {key} runs on one device, because our ranks"
-                " divide our own transformer's weights; set it to 1"
-            )
-        if config.draft.quantization != "none" and model is models[-1]:
-            raise UserError(
-                f"draft.quantization={config.draft.quantization}: our kernels for codes replace"
-                f" layers of our own transformer, not of {key}; choose none"
-            )
-
-
-def _check_recurrent(config: Config, model: PlannedModel) -> None:
-    """Raise UserError for what recurrent layers cannot do."""
-    if model.key != "target":
-        check_layers(model.config, model.key)
-    if not config.draft.shares_target:
-        return
-    if config.cache.replays:
-        raise UserError(
-            f"cache.policy={config.cache.policy} scores the context by running it again, and"
-            " recurrent layers cannot go back; choose cache.policy=snapkv"
-        )
-    observed = getattr(config.cache, "observation_window", 0)
-    if observed > MOST_KEPT:
-        raise UserError(
-            f"cache.observation_window={observed}: beyond {MOST_KEPT} tokens, the end of the prompt"
-            f" runs again, and recurrent layers cannot go back; choose {MOST_KEPT} or less"
-        )
-
-
-def _check_length(config: Config, target: PlannedModel, draft: PlannedModel | None) -> None:
-    check_length(config, target.config.max_position_embeddings)
-    context_len = config.scenario.longest(config.batch)
-    length = context_len + config.batch.generate_len
-    key = config.draft.own_cache_key
-    trained = (
-        length if draft is None or config.draft.listens else draft.config.max_position_embeddings
-    )
-    if length <= trained:
-        return
-    cache = config.draft.caches(config.cache)[key]
-    if draft is not None and draft.config.implementation != "native":
-        raise UserError(
-            f"{config.scenario.key_of('batch.context_len')}={context_len} shows the draft {length}"
-            f" tokens, but it was trained for {trained}; hiding the distance takes rotary"
-            " embeddings of our own, and draft.model runs as transformers' modules"
-        )
-    if not cache.bounds_positions:
-        raise UserError(
-            f"{key}.policy={cache.policy} shows the draft {length} tokens, but it was trained for"
-            f" {trained}; use {key}.policy=streaming, which hides the distance"
-        )
-    slots = config.draft.round_slots(max(config.gammas))
-    if cache.budget + slots >= trained:
-        raise UserError(
-            f"{key}.budget={cache.budget} and the {slots} tokens of a round"
-            f" (draft.gamma={max(config.gammas)}) do not fit into the draft's trained context of"
-            f" {trained} tokens; {key}.budget={(trained - slots) // 2} would"
-        )

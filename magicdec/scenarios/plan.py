@@ -26,7 +26,7 @@ from magicdec.costmodel.prediction import pays_from, predict
 from magicdec.costmodel.round import Setup
 from magicdec.errors import UserError
 from magicdec.planning.acceptances import assumed_alpha, cache_named, curves, draft_named
-from magicdec.planning.resolve import check_vocabulary
+from magicdec.planning.compatibility import check_vocabulary
 from magicdec.planning.resolved import Plan
 from magicdec.planning.setup import setup_of
 from magicdec.scenarios.engine_schedule import outcome, predicted_schedule
