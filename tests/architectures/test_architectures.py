@@ -75,7 +75,7 @@ def test_targets_of_other_families_have_the_published_number_of_parameters(targe
 def test_the_architectures_that_an_error_offers_are_there():
     with pytest.raises(UserError) as raised:
         architecture("deepseek-v3")
-    offered = str(raised.value).partition("one of: ")[2].split(", ")
+    offered = str(raised.value).partition("choose one of ")[2].split(", ")
     assert {*offered} >= {*PUBLISHED, *BUNDLED}
     assert not {*offered} & {*MODULES}
 
