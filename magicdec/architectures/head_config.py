@@ -200,7 +200,7 @@ def head_from(
     vocabulary = file.draft_vocab_size or model.vocab_size
     if vocabulary < model.vocab_size and (missing := {"d2t", "lm_head.weight"} - {*has}):
         raise UserError(
-            f"{name}: draft_vocab_size={vocabulary} of {model.vocab_size} takes d2t and"
+            f"{name}: draft_vocab_size={vocabulary} of {model.vocab_size} needs d2t and"
             f" lm_head.weight, and {min(missing)} is missing; download the head again"
         )
 

@@ -1,9 +1,9 @@
 """`magicdec serve`: the engine behind an API like OpenAI's (completions and chats), for load
 generators and others.
 
-Overrides are those of a run: batch.size is the number of slots, batch.context_len +
-batch.generate_len the largest number of tokens of a request. `/metrics` is for Prometheus. Needs
-pip install 'magicdec[serve]'.
+Overrides are those of a run, except for sampling and data: batch.size is the number of slots,
+batch.context_len + batch.generate_len the largest number of tokens of a request. `/metrics` is for
+Prometheus. Needs pip install 'magicdec[serve]'.
 """
 
 import argparse

@@ -161,7 +161,7 @@ def class_of_keys(facts: Any) -> type:
 
 
 def facts_of_draft(name: str) -> type[DraftConfig]:
-    """Return the facts of a draft: the general ones without a draft, and for one of a plugin that
+    """Return the facts of a draft; the general facts for `none`, and for a draft of a plugin that
     is not imported.
     """
     return DRAFTS[name].facts if name in DRAFTS else DraftConfig

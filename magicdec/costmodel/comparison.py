@@ -107,7 +107,9 @@ def published(
     """
     usual = values_of("cache", setup.cache.policy)
     settings = zip(setup.cache.own_keys(), setup.cache.settings, strict=True)
-    if setup.draft.quantization != "none" or any(usual[key] != value for key, value in settings):
+    if setup.draft.quantization != "none" or any(
+        usual.get(key, value) != value for key, value in settings
+    ):
         return {}
     machine = f"{setup.ranks}x{setup.hardware.device.name}".lower()
     wanted = (setup.target_name, setup.draft_label, setup.cache.policy, setup.context, setup.batch)

@@ -47,8 +47,9 @@ class Memory:
 
 
 def memory(setup: Setup, gamma: int, generate_len: int = 0, gammas: Collection[int] = ()) -> Memory:
-    """Return the memory while `generate_len` tokens are generated with proposals of `gamma`, the
-    largest of `gammas`, where rounds of several are held.
+    """Return the memory while `generate_len` tokens are generated with at most `gamma` proposals a
+    round. `gammas` are those whose recurrent states are held at the same time; empty: `gamma`
+    alone.
     """
     draft, rows = setup.draft, setup.batch
     size = setup.element_bytes

@@ -84,7 +84,7 @@ def load(request: PromptRequest) -> Prompts:
     categories in turns.
 
     Raise UserError, with the line, for a row that lacks a field or does not fit, and for too few
-    rows. With `unfit: skip`, leave such rows out with a warning.
+    rows. With `unfit: skip`, leave rows that lack a field or do not fit out, with a warning.
     """
     keys = request.keys
     assert isinstance(keys, Fields), "the configuration of this corpus"

@@ -171,7 +171,7 @@ def _array(texts: Iterable[str], lines: Lines, corpus: str) -> Iterator[Place]:
     buffer = ""
     at, number = 0, 1
     unread: list[str] = []
-    awaited = 0  # characters
+    awaited = 0  # characters to read before the row is looked at again
     for text in chain(texts, [""]):  # which ends the file, and is no line
         unread.append(text)
         awaited -= len(text)

@@ -110,7 +110,7 @@ class Decoder:
     @torch.inference_mode()
     def resume(self, last_BE: Tensor) -> None:
         """Continue behind prompts that the cache holds already; `last_BE` are their last hidden
-        states. Rounds of an earlier decoder over the cache must be over.
+        states. No earlier decoder of this cache may run another round.
         """
         self.cache.forget_passes()
         self.cache.rollback(self.state.prompt_len_B)

@@ -211,7 +211,7 @@ def parse_values(kind: type[T], plain: Any, where: str, key: str = "") -> dict[s
 
 
 def at_least(smallest: int, option: str, value: int) -> None:
-    """Raise UserError for a smaller number of a command's option."""
+    """Raise UserError where an option of a command is below `smallest`."""
     if value < smallest:
         raise UserError(f"{option}={value}: must be at least {smallest}")
 

@@ -1,8 +1,9 @@
 """Predict what a run allocates beyond its weights, by running it on tensors without storage.
 
-One chunk of every loop, and one round of every gamma and phase, run on PyTorch's meta device. Every
-allocation is counted: caches of any policy, activations, masks, logits, scores. Shapes are static,
-so that a short prompt in a cache of full capacity allocates what the last chunk of a long one does.
+One chunk of every loop, and one round of every phase and of every gamma that draft.gamma allows,
+run on PyTorch's meta device. Every allocation is counted: caches of any policy, activations, masks,
+logits, scores. Shapes are static, so that a short prompt in a cache of full capacity allocates what
+the last chunk of a long one does.
 """
 
 import weakref

@@ -100,7 +100,7 @@ def _target_ids(files: dict[str, Path], config: HeadConfig) -> Tensor:
     if not is_valid or len(ids) != config.num_logits or len(ids.unique()) < len(ids):
         raise UserError(
             f"{path}: d2t does not map {config.num_logits} tokens into a vocabulary of"
-            f" {config.vocab_size}, each to another one"
+            f" {config.vocab_size}, each to a different one"
         )
     if "t2d" in files and not torch.equal(
         read_part(files["t2d"], "t2d").flatten().nonzero()[:, 0], ids.sort().values

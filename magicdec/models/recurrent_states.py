@@ -102,7 +102,8 @@ class States(ABC):
         self._is_tentative = False
         self._num_noted = 0  # tokens of the tentative pass that `commit` was not called for yet
         # By the tokens of a pass: the columns of a tentative pass, earlier ones included. Captured
-        # rounds write there, so that none is ever replaced.
+        # rounds write there: none is replaced before `forget_passes`, which is called when those
+        # rounds are over.
         self._columns_of: dict[int, Tensor] = {}
 
     @property
@@ -126,7 +127,9 @@ class States(ABC):
         return self._marked
 
     def forget_passes(self) -> None:
-        """Free what tentative passes note: rounds with other numbers of tokens may follow."""
+        """Free what tentative passes note. No captured round that writes there may run
+        afterwards.
+        """
         self._columns_of.clear()
 
     def clear(self) -> None:

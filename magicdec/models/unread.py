@@ -55,8 +55,8 @@ def check_output_matrix(draft: Mapping[str, Path], target: Mapping[str, Path]) -
     if used in target and have_same_numbers((draft[HEAD], HEAD), (target[used], used)):
         return
     raise UserError(
-        f"{draft[HEAD]}: {HEAD} differs from the target's {used}, which the draft proposes with;"
-        " set draft.model.path to one for this target"
+        f"{draft[HEAD]}: {HEAD} differs from the target's {used}, and the draft would propose with"
+        " the target's; set draft.model.path to a draft that was made for this target"
     )
 
 

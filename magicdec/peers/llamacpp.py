@@ -45,7 +45,8 @@ class LlamacppPeer(WorkerPeer, StartedServer):
             if model.architecture.implementation != "native":
                 raise UserError(
                     f"{key}.name={model.name}: engine=llamacpp takes plain Llama, and this model"
-                    " runs as transformers' modules; choose another, or another engine"
+                    " runs as transformers' modules; choose another model or engine, or, for a"
+                    f" Llama, {key}.implementation=auto"
                 )
             for name in UNWRITTEN:
                 if getattr(model.architecture, name):

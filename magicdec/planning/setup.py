@@ -91,7 +91,7 @@ def held(plan: Plan, num_rows: int, context_len: int) -> Memory:
     setup = _setup(plan, machine, draft).at(batch=num_rows, context=context_len)
     if plan.predicts:
         setup = setup.at(target=setup.target.as_predicted())
-    # Where states are replayed, those after each token are not kept.
+    # Where states are replayed, those of one gamma are counted, which is more than is kept.
     recurrence = plan.target.config.recurrence
     keeps_all = not plan.predicts and recurrence is not None and recurrence.rollback == "keep"
     gammas = config.gammas if keeps_all else ()

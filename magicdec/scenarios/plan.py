@@ -65,7 +65,7 @@ def prepare(config: Config) -> Plan:
             )
         check_vocabulary(plan.target.config, plan.draft.config if plan.draft else None)
         return plan
-    for name, draft in zip(config.settings(Search).drafts, _searched(config), strict=True):
+    for name, draft in zip(config.settings(Search).drafts, _searched(plan.config), strict=True):
         check_vocabulary(plan.target.config, draft.own_model, f"scenario.drafts: {name}")
     return plan
 
@@ -81,11 +81,14 @@ def _check_lengths(config: Config, longest: int) -> None:
                 f"scenario.workload: {prompt} + {output} tokens exceed the target's maximum of"
                 f" {longest}"
             )
+    new = config.batch.generate_len
+    if scenario.workload:
+        new = Workload(scenario.workload).generate_len
     for context_len in scenario.context_lens if scenario.schedule is not None else ():
-        if context_len + config.batch.generate_len > longest:
+        if context_len + new > longest:
             raise UserError(
-                f"scenario.context_lens: {context_len} + batch.generate_len="
-                f"{config.batch.generate_len} exceed the target's maximum of {longest} tokens"
+                f"scenario.context_lens: {context_len} + {new} new tokens exceed the target's"
+                f" maximum of {longest} tokens"
             )
 
 

@@ -100,7 +100,7 @@ def latest(runs: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 def check_store(runs_dir: str | Path, instead: str = "") -> None:
     """Raise UserError unless this is a folder. `instead` says what else could be named."""
     if not Path(runs_dir).is_dir():
-        remedy = " ".join(filter(None, ("name a run store, as in runs_dir=FOLDER", instead)))
+        remedy = ", ".join(filter(None, ("name a run store, as in runs_dir=FOLDER", instead)))
         raise UserError(f"{runs_dir}: no such folder; {remedy}")
 
 

@@ -265,7 +265,7 @@ def test_a_schedule_is_no_experiment(tmp_path, monkeypatch):
         (["scenario.workload=[[200000,500]]"], "scenario.workload: 200000 [+] 500 tokens exceed"),
         (
             ["scenario.schedule=vllm", "scenario.context_lens=[1000,200000]"],
-            "scenario.context_lens: 200000 [+] batch.generate_len=",
+            "scenario.context_lens: 200000 [+] .* new tokens exceed",
         ),
     ],
 )

@@ -11,9 +11,11 @@ import pytest
 
 from magicdec.config import registry
 from magicdec.config.load import compose, to_dict
+from magicdec.costmodel.comparison import published
 from magicdec.errors import UserError
 from magicdec.inputs import plugins
 from magicdec.planning.resolve import resolve
+from magicdec.planning.setup import setup_of
 from magicdec.scenarios.peer import load
 from magicdec.tracking.reader import iter_runs
 from magicdec.tracking.run_id import run_id
@@ -186,6 +188,14 @@ def test_plugins_do_not_change_the_id_of_a_run(tmp_path, monkeypatch, clean):
     assert with_plugin["plugins"] == ["my_policy"]
     assert run_id(plain, {}, "cpu") == run_id(with_plugin, {}, "cpu")
     assert plugins.GROUP == "magicdec.plugins"
+
+
+def test_a_policy_whose_option_leaves_out_its_keys_is_predicted(tmp_path, monkeypatch, clean):
+    files = {"my_policy.py": POLICY, "conf/cache/mine.yaml": "policy: mine\nbudget: 64\n"}
+    monkeypatch.chdir(written(tmp_path, files))
+    keys = ["scenario=predict", "hardware=h100", "plugins=[my_policy]", "cache=mine"]
+    setup = setup_of(resolve(compose([*keys, "batch.size=8"])))
+    assert published(setup, "pg19") == {}
 
 
 def test_our_server_gets_the_plugins_of_the_run_that_starts_it(tmp_path, monkeypatch, clean):

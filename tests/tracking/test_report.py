@@ -85,7 +85,7 @@ def test_mistakes_are_one_line(report, store, arguments, said):
 
 
 def test_no_store_and_one_of_nothing_but_mistakes_are_mistakes(report, tmp_path):
-    said = "nowhere: no such folder; name a run store, as in runs_dir=FOLDER or a result file"
+    said = "nowhere: no such folder; name a run store, as in runs_dir=FOLDER, or a result file"
     assert said in report(runs=tmp_path / "nowhere", is_mistaken=True)
     assert "holds no runs" in report(is_mistaken=True)
     write_run(tmp_path, "ccc", failed="invalid")
