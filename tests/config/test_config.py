@@ -17,6 +17,7 @@ from magicdec.config.load import compose, load, to_dict
 from magicdec.config.options import complete_model, known_keys, read_keys, values_of
 from magicdec.config.registry import DRAFTS, GROUPS, POLICIES
 from magicdec.config.schema import Config
+from magicdec.config.search_path import add_own_options
 from magicdec.costmodel import targets
 from magicdec.errors import UserError
 from tests import composing
@@ -49,6 +50,7 @@ SWEEPS = sorted(f"+sweeps={path.stem}" for path in (ROOT / "sweeps").glob("*.yam
 
 
 def plain(*overrides: str, **options: bool) -> DictConfig:
+    add_own_options()
     with initialized(CONF):
         return hydra_compose("config", list(overrides), **options)
 
