@@ -53,7 +53,8 @@ def test_reasoning_is_no_prefill(tmp_path, takes):
     """A token that is reasoning is the first token, whether or not the server tells its id."""
     with standing_in(per_chunk=1, chunk_s=CHUNK_S, thinks=6, takes=takes) as (_, url):
         result = served(tmp_path, url, *ONE)
-    assert result["autoregressive/time_to_first_token_ms_p50"] < 3e3 * CHUNK_S
+    # On a busy machine it is late; without the reasoning, it would be the seventh chunk.
+    assert result["autoregressive/time_to_first_token_ms_p50"] < 6e3 * CHUNK_S
     per_token = result["autoregressive/time_per_output_token_ms_p50"]
     assert per_token == pytest.approx(1e3 * CHUNK_S, rel=0.5)
 
