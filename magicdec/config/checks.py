@@ -112,6 +112,8 @@ def unread(config: Config, overrides: Sequence[str]) -> list[str]:
             and config.scenario.repeats != "auto"
         ):
             lines.append(f"{override} has no effect without scenario.repeats=auto")
+        elif f"{group}.{key}" == "batch.prefill_chunk" and not config.engine.has_our_drafts:
+            lines.append(f"{override} has no effect with engine={config.engine.name}")
         elif group == "cache" and not has_cache(config.draft.name):
             lines.append(f"{override} has no effect with draft={config.draft.name}")
         elif key and option and key.partition(".")[0] not in read_keys(group, option):

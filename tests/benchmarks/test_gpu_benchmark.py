@@ -370,71 +370,82 @@ def test_the_page_says_what_has_not_been_measured():
     assert written.count("Not yet measured.") == len(gpu.PARTS)
 
 
-def test_points_become_tables_and_a_calibration(monkeypatch, tmp_path):
+def predicted_steps(machine, architecture_name, policy):
+    """Return measurements of steps as the benchmark stores them, with the times that the cost model
+    predicts for `machine`.
+    """
+    points = {}
+    for batch, context, gamma in product((8, 24, 96), (4096, 32768), (2, 4)):
+        model = architecture(architecture_name)
+        predicted = round_times(
+            Setup(model, machine, batch, context, SelfSpeculation(), policy), gamma
+        )
+        points[f"{batch} {context} {gamma}"] = {
+            "batch": batch,
+            "context": context,
+            "budget": policy.budget,
+            "gamma": gamma,
+            "target_decode_ms": 1e3 * predicted.target.total,
+            "draft_ms": 1e3 * predicted.draft.total,
+            "verify_ms": 1e3 * predicted.verify.total,
+            "round_ms": 1e3 * predicted.round_s,
+            "overhead_ms": machine.efficiency.round_overhead_us / 1e3,
+            "commit": "abc",
+        }
+    return points
+
+
+def predicted_pair(machine, batch, context):
+    """Return a measurement of the tiny pair, with the predicted time of a decoded token."""
+    tiny = Setup(architecture("tiny"), machine, batch, context, SelfSpeculation())
+    point = {
+        "batch": batch,
+        "context": context,
+        "autoregressive/time_per_output_token_ms": 1e3 * round_times(tiny, 1).target.total,
+        "commit": "abc",
+    }
+    return {f"{batch} x {context}": point}
+
+
+@pytest.fixture
+def published(monkeypatch, tmp_path):
+    """The folder where `gpu_publish` writes its tables and its calibration."""
+    monkeypatch.setattr(gpu_publish, "RESULTS", tmp_path)
+    monkeypatch.setattr(gpu_publish, "CALIBRATED", tmp_path)
+    monkeypatch.setattr(gpu_publish, "write", lambda name: None)
+    return tmp_path
+
+
+def test_points_become_tables_and_a_calibration(published):
     """Times that the cost model has made give back its numbers. Nothing is written while a part is
     missing.
     """
     pytest.importorskip("scipy")
-    monkeypatch.setattr(gpu_publish, "RESULTS", tmp_path)
-    monkeypatch.setattr(gpu_publish, "CALIBRATED", tmp_path)
-    monkeypatch.setattr(gpu_publish, "write", lambda name: None)
     machine = hardware_named("h200")
-    steps, pair = {}, {}
-    for batch, context, gamma in product((8, 24, 96), (4096, 32768), (2, 4)):
-        setup = Setup(
-            architecture("llama-3.1-8b"),
-            machine,
-            batch,
-            context,
-            SelfSpeculation(),
-            Streaming(budget=512),
-        )
-        found = round_times(setup, gamma)
-        ms = {"target_decode": found.target, "draft": found.draft, "verify": found.verify}
-        point = {
-            "batch": batch,
-            "context": context,
-            "budget": 512,
-            "gamma": gamma,
-            "round_ms": 1e3 * found.round_s,
-        }
-        point |= {f"{name}_ms": 1e3 * step.total for name, step in ms.items()}
-        steps[f"{batch} {context} {gamma}"] = point | {
-            "commit": "abc",
-            "overhead_ms": machine.efficiency.round_overhead_us / 1e3,
-        }
-    tiny = Setup(architecture("tiny"), machine, 8, 8320, SelfSpeculation())
-    decoded_ms = 1e3 * round_times(tiny, 1).target.total
-    pair["8 x 8320"] = {
-        "batch": 8,
-        "context": 8320,
-        "autoregressive/time_per_output_token_ms": decoded_ms,
-        "commit": "abc",
-    }
-    facts = {"device": "NVIDIA H200", "torch": "2.13", "commit": "abc"}
+    steps = predicted_steps(machine, "llama-3.1-8b", Streaming(budget=512))
     known = {
-        "machine": facts,
+        "machine": {"device": "NVIDIA H200", "torch": "2.13", "commit": "abc"},
         "steps": steps | {"lost": {"failed": "no end within 1 s"}},
-        "pair": pair,
+        "pair": predicted_pair(machine, 8, 8320),
     }
     with pytest.raises(
         UserError, match=r"--parts ceilings,profile,prefill,rounds,policies,attention$"
     ):
         gpu_publish.publish(lambda part: known.get(part, {}))
-    assert not list(tmp_path.iterdir())
+    assert not list(published.iterdir())
+
     measured = read_csv(ROOT / "docs" / "results" / "gpu-policies.csv")
     known["policies"] = {row["policy"]: row | {"commit": "abc"} for row in measured}
     known |= {part: {"any": {"commit": "abc"}} for part in gpu_publish.SHOWN if part not in known}
     gpu_publish.publish(lambda part: known.get(part, {}))
-    rows = read_csv(tmp_path / "gpu-steps.csv")
+    rows = read_csv(published / "gpu-steps.csv")
     assert [row["device"] for row in rows] == ["NVIDIA H200"] * len(steps)
     assert rows[-1]["measured_by"] == "commit abc, NVIDIA H200, PyTorch 2.13"
-    written = yaml.safe_load((tmp_path / "h200.yaml").read_text())
+    written = yaml.safe_load((published / "h200.yaml").read_text())
     assert (written["hardware"], written["stack"]) == ("h200", "magicdec")
     for name in ("bandwidth_fraction", "layer_overhead_us", "round_overhead_us"):
-        assert written["efficiency"][name] == pytest.approx(
-            getattr(machine.efficiency, name), rel=0.05
-        )
-    errors = read_csv(tmp_path / "gpu-fit.csv")
+        fitted, true = written["efficiency"][name], getattr(machine.efficiency, name)
+        assert fitted == pytest.approx(true, rel=0.05)
+    errors = read_csv(published / "gpu-fit.csv")
     assert {row["case"] for row in errors} == {"fitted", "held back"}
     assert all(abs(row[step]) < 0.02 for row in errors for step in ("T_T", "T_D", "T_V", "round"))

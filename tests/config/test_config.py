@@ -528,6 +528,7 @@ def test_the_gammas_that_a_run_may_use(keys, expected):
         ("engine.python=python3", "engine=native"),
         ("cache.budget=32", "draft=ngram"),
         ("scenario.precision=1%", "scenario=verify"),
+        ("batch.prefill_chunk=64", "engine=transformers"),
     ],
 )
 def test_what_has_no_effect_is_told_of_what_was_typed(typed, choice):
@@ -545,7 +546,7 @@ def test_what_has_no_effect_is_told_of_what_was_typed(typed, choice):
         "scenario.gammas=[2]",
     )
     config = changed(*(grid if "profile" in choice else ()))
-    if choice in ("draft=ngram", "scenario=verify"):
+    if choice in ("draft=ngram", "scenario=verify", "engine=transformers"):
         config, read = compose([choice]), []
     assert unread(config, [*read, typed]) == [f"{typed} has no effect with {choice}"]
 
