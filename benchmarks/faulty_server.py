@@ -17,7 +17,7 @@ import torch
 from magicdec.costmodel.round import Setup, round_times
 from magicdec.peers import answer
 from magicdec.peers.answer import Choice, EndpointRequest, Event
-from magicdec.peers.base import Counts
+from magicdec.peers.base import AcceptanceCounts
 from magicdec.peers.steady import LONGER, Burst, burst_of
 from magicdec.scenarios.outside import MeasuredPoint
 from magicdec.serving import request as requests
@@ -175,10 +175,10 @@ def _sent_by(
         scheduler.submit(pairs[-1][0])
     while not scheduler.idle:
         scheduler.step()
-    total = Counts()
+    total = AcceptanceCounts()
     for sent, received in pairs:
         accepted = sum(taken * number for (_, taken), number in sent.rounds.items())
         proposed = sum(size * number for (size, _), number in sent.rounds.items())
-        received.counts = Counts(sent.rounds.total(), proposed, unplaced=accepted)
+        received.counts = AcceptanceCounts(sent.rounds.total(), proposed, unplaced=accepted)
         total += received.counts
     return burst_of([received for _, received in pairs], total)

@@ -9,7 +9,7 @@ from magicdec.data.base import PromptRequest, Prompts
 from magicdec.errors import UserError
 from magicdec.inputs.fingerprint import of_files
 
-__all__ = ["PromptRequest", "Prompts", "fingerprint", "load_prompts"]
+__all__ = ["PromptRequest", "Prompts", "load_prompts", "text_fingerprint"]
 
 
 def load_prompts(name: str, request: PromptRequest) -> Prompts:
@@ -30,7 +30,7 @@ def load_prompts(name: str, request: PromptRequest) -> Prompts:
     return loaded
 
 
-def fingerprint(name: str, path: str | None) -> str:
+def text_fingerprint(name: str, path: str | None) -> str:
     """Return what identifies the text of a corpus before it is tokenised: a hash of the user's
     files, or its origin.
 

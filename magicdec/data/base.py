@@ -56,7 +56,7 @@ class Prompts:
     @cached_property
     def fingerprint(self) -> str:
         """Return a hash of the token ids: runs with the same one decode the same prompts."""
-        return fingerprint(self.tokens)
+        return rows_fingerprint(self.tokens)
 
     @property
     def facts(self) -> dict[str, str | float]:
@@ -71,7 +71,7 @@ class Prompts:
         }
 
 
-def fingerprint(rows: Iterable[Sequence[int]]) -> str:
+def rows_fingerprint(rows: Iterable[Sequence[int]]) -> str:
     """Return 16 hexadecimal digits: a hash of all token ids in order."""
     digest = hashlib.sha256()
     for row in rows:

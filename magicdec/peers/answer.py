@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from magicdec.errors import UserError
 from magicdec.inputs.rules import JSON, Natural
-from magicdec.peers.base import Counts
+from magicdec.peers.base import AcceptanceCounts
 from magicdec.serving.request import Params, Request
 
 # Finish reasons of answers that are not whole.
@@ -89,11 +89,11 @@ class Speculation:
     acceptance_histogram: list[Natural]
 
     @property
-    def counts(self) -> Counts:
+    def counts(self) -> AcceptanceCounts:
         """Return the counts, with the accepted tokens by position."""
         places = range(1, len(self.acceptance_histogram))
         accepted = tuple(sum(self.acceptance_histogram[place:]) for place in places)
-        return Counts(self.num_spec_steps, self.num_draft_tokens, accepted)
+        return AcceptanceCounts(self.num_spec_steps, self.num_draft_tokens, accepted)
 
 
 @dataclass(frozen=True, config=JSON)
@@ -119,7 +119,7 @@ class EndpointRequest(Request):
     def __init__(self, prompt: Sequence[int], params: Params):
         super().__init__(prompt, params)
         self.text = ""
-        self.counts: Counts | None = None  # None: the response does not say
+        self.counts: AcceptanceCounts | None = None  # None: the response does not say
         self.finish_reason: str | None = None
         self._is_sent = False
         self._num_told = 0  # tokens whose ids the server has sent
@@ -214,12 +214,12 @@ class EndpointRequest(Request):
                 f"{described}, {reason}; set sampling.ignore_eos=false if the server ends answers"
             )
 
-    def _counted(self, details: Details) -> Counts | None:
+    def _counted(self, details: Details) -> AcceptanceCounts | None:
         if self._speculation is not None:
             return self._speculation.counts
         if details.accepted_prediction_tokens is not None and details.rounds is not None:
             accepted = details.accepted_prediction_tokens
-            return Counts(
+            return AcceptanceCounts(
                 details.rounds,
                 accepted + (details.rejected_prediction_tokens or 0),
                 unplaced=accepted,
@@ -228,4 +228,6 @@ class EndpointRequest(Request):
             return None
         # A round yields one token more, whether or not it proposed any.
         accepted = self._timings.draft_n_accepted
-        return Counts(self.num_tokens - 1 - accepted, self._timings.draft_n, unplaced=accepted)
+        return AcceptanceCounts(
+            self.num_tokens - 1 - accepted, self._timings.draft_n, unplaced=accepted
+        )

@@ -41,7 +41,7 @@ class PeerSpec:
 
 
 @dataclass(frozen=True)
-class Counts:
+class AcceptanceCounts:
     """Proposed and accepted tokens, over the rounds that proposed any (over all if the engine does
     not say which).
     """
@@ -51,24 +51,24 @@ class Counts:
     accepted: tuple[int, ...] = ()  # by position: rounds that accepted so many and more
     unplaced: int = 0  # accepted tokens of an engine that does not count them by position
 
-    def __sub__(self, other: "Counts") -> "Counts":
+    def __sub__(self, other: "AcceptanceCounts") -> "AcceptanceCounts":
         accepted = tuple(-number for number in other.accepted)
-        return self + Counts(-other.rounds, -other.proposed, accepted, -other.unplaced)
+        return self + AcceptanceCounts(-other.rounds, -other.proposed, accepted, -other.unplaced)
 
-    def __add__(self, other: "Counts") -> "Counts":
+    def __add__(self, other: "AcceptanceCounts") -> "AcceptanceCounts":
         pairs = zip_longest(self.accepted, other.accepted, fillvalue=0)
         accepted = tuple(a + b for a, b in pairs)
         proposed = self.proposed + other.proposed
         unplaced = self.unplaced + other.unplaced
-        return Counts(self.rounds + other.rounds, proposed, accepted, unplaced)
+        return AcceptanceCounts(self.rounds + other.rounds, proposed, accepted, unplaced)
 
-    def completed(self, after_first: int) -> "Counts":
+    def completed(self, after_first: int) -> "AcceptanceCounts":
         """Return the counts of a server that may count rounds alone, as SGLang does: the accepted
         tokens are then known from the tokens behind the first of every answer.
         """
         if not self.rounds or self.proposed or self.num_accepted:
             return self
-        return Counts(self.rounds, unplaced=max(0, after_first - self.rounds))
+        return AcceptanceCounts(self.rounds, unplaced=max(0, after_first - self.rounds))
 
     @property
     def acceptance_length(self) -> float | None:
@@ -105,7 +105,7 @@ class PeerGeneration:
 
     tokens: list[list[int]]  # new tokens per row
     times: list[RowTimes]
-    counts: Counts = field(default_factory=Counts)
+    counts: AcceptanceCounts = field(default_factory=AcceptanceCounts)
 
 
 class OtherEngine(ABC):  # noqa: B024 - its two kinds, below, have abstract methods

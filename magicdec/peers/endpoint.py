@@ -18,7 +18,7 @@ from magicdec.data.tokenizer import encode_bare, prefix_of
 from magicdec.errors import UserError, in_brief, to_stderr
 from magicdec.inputs.rules import parse_json
 from magicdec.peers.answer import EndpointFailed, EndpointRequest, Event
-from magicdec.peers.base import Address, Counts
+from magicdec.peers.base import AcceptanceCounts, Address
 from magicdec.peers.events import DONE, data_of, words_of
 from magicdec.serving.request import Params
 
@@ -243,13 +243,13 @@ class Endpoint:
             return [int(token) for token in re.findall(r"\[(\d+)\]", text)]
         return encode_bare(self._tokenizer, text) if self._tokenizer else []
 
-    async def counters(self) -> Counts:
+    async def counters(self) -> AcceptanceCounts:
         """Return the server's own counters of speculation so far; none where it has no /metrics."""
         SENT.set(None)
         with suppress(Exception):  # whatever the server does, it gives none
             response = await self._http.get(self.address.url.removesuffix("/v1") + "/metrics")
             return read_counters(response.text)
-        return Counts()
+        return AcceptanceCounts()
 
     def failure(self, error: BaseException) -> EndpointFailed:
         """Return the error of a server that has failed, in one line."""
@@ -266,7 +266,7 @@ async def _drain(events: AsyncIterator[str]) -> None:
                 pass
 
 
-def read_counters(text: str) -> Counts:
+def read_counters(text: str) -> AcceptanceCounts:
     """Return the counters of speculation in the text of /metrics, summed over the engines of a
     server.
     """
@@ -281,7 +281,7 @@ def read_counters(text: str) -> Counts:
         elif kind:
             sums[kind] += float(value)
     by_position = tuple(int(accepted[place]) for place in sorted(accepted))
-    return Counts(int(sums["rounds"]), int(sums["proposed"]), by_position)
+    return AcceptanceCounts(int(sums["rounds"]), int(sums["proposed"]), by_position)
 
 
 def described(error: BaseException, time_limit_s: float) -> str:

@@ -24,7 +24,7 @@ from magicdec.inputs.fingerprint import of_files
 from magicdec.inputs.rules import JSON, STRICT, Natural, must
 from magicdec.measure.metrics import RowTimes
 from magicdec.models import checkpoint
-from magicdec.peers.base import Counts, Peer, PeerGeneration, PeerSpec
+from magicdec.peers.base import AcceptanceCounts, Peer, PeerGeneration, PeerSpec
 from magicdec.peers.pipe import ImportFailed, WorkerFailed, WorkerProcess, last_words
 
 HERE = Path(__file__).parent
@@ -51,7 +51,9 @@ class Loaded:
 
 @dataclass(frozen=True, config=JSON)
 class Decoded:
-    """A worker's answer to a batch: lists of one value for each row, and counts as in `Counts`."""
+    """A worker's answer to a batch: lists of one value for each row, and the fields of
+    `AcceptanceCounts`.
+    """
 
     tokens: Annotated[list[list[Natural]], must("must be a list of lists of tokens")]
     first: Seconds
@@ -252,7 +254,9 @@ class WorkerPeer(Peer):
         return PeerGeneration(
             answer.tokens,
             [RowTimes(first, decode, len(tokens) - 1) for first, decode, tokens in rows],
-            Counts(answer.rounds, answer.proposed, tuple(answer.accepted), answer.unplaced),
+            AcceptanceCounts(
+                answer.rounds, answer.proposed, tuple(answer.accepted), answer.unplaced
+            ),
         )
 
     def converted(self, folder: str, suffix: str) -> Path:

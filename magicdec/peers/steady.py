@@ -16,7 +16,7 @@ import numpy as np
 
 from magicdec.measure.intervals import MIN_REPEATS, Estimate
 from magicdec.peers.answer import EndpointRequest
-from magicdec.peers.base import Counts
+from magicdec.peers.base import AcceptanceCounts
 from magicdec.peers.endpoint import Endpoint
 from magicdec.peers.lateness import Lateness
 from magicdec.serving.load_generator import Load, RequestSpec, under_load
@@ -30,7 +30,7 @@ MEDIAN = sqrt(pi / 2)  # standard error of a median over that of a mean, of norm
 # Rounds to a chunk: with fewer, a round has several chunks; with so many more, a chunk has several
 # rounds.
 ABOUT_ALL = 0.9
-NONE = Counts()
+NONE = AcceptanceCounts()
 
 
 class Burst(NamedTuple):
@@ -86,17 +86,17 @@ async def steady(
     return None
 
 
-def counts_of(requests: Sequence[EndpointRequest], of_server: Counts) -> Counts:
+def counts_of(requests: Sequence[EndpointRequest], of_server: AcceptanceCounts) -> AcceptanceCounts:
     """Return the counts of speculation of answered requests: by their answers, or by the server's
     own counters meanwhile.
     """
     counts = [request.counts for request in requests]
     if counts and None not in counts:
-        return sum(cast(list[Counts], counts), Counts())
+        return sum(cast(list[AcceptanceCounts], counts), AcceptanceCounts())
     return of_server.completed(sum(request.num_tokens - 1 for request in requests))
 
 
-def burst_of(requests: Sequence[EndpointRequest], counts: Counts = NONE) -> Burst | None:
+def burst_of(requests: Sequence[EndpointRequest], counts: AcceptanceCounts = NONE) -> Burst | None:
     """Return the figures of answered requests that were sent at once; None if too few rounds have
     all of them.
 

@@ -33,7 +33,7 @@ from magicdec.measure.metrics import RowTimes
 from magicdec.models.adapter.transformers_library import config_of, quiet, read_causal
 from magicdec.models.checkpoint import CONFIG, OBJECT
 from magicdec.models.metadata import read_json
-from magicdec.peers.base import Counts, Peer, PeerGeneration, PeerSpec
+from magicdec.peers.base import AcceptanceCounts, Peer, PeerGeneration, PeerSpec
 
 
 class TokenBursts(StoppingCriteria):
@@ -152,7 +152,7 @@ class TransformersPeer(Peer):
         if watched is not None:
             watched.remove()
         rows = [self._ended(row) for row in out_BS[:, width:].tolist()]
-        counts = self._counts(bursts, width, generate_len) if speculative else Counts()
+        counts = self._counts(bursts, width, generate_len) if speculative else AcceptanceCounts()
         return PeerGeneration(rows, _times(bursts, width, rows), counts)
 
     def _new_cache(self, length: int, speculative: bool) -> StaticCache | DynamicCache:
@@ -192,16 +192,16 @@ class TransformersPeer(Peer):
         ends = (i + 1 for i, token in enumerate(row) if token in self.spec.eos_token_ids)
         return row[: next(ends, len(row))]
 
-    def _counts(self, bursts: TokenBursts, width: int, generate_len: int) -> Counts:
+    def _counts(self, bursts: TokenBursts, width: int, generate_len: int) -> AcceptanceCounts:
         """Count the proposals of the only row. Rounds near the limit, which propose fewer tokens,
         are left out.
         """
-        counts, length = Counts(), width
+        counts, length = AcceptanceCounts(), width
         for after, passed in zip(bursts.lengths, bursts.widths, strict=True):
             proposed = passed - (width if length == width else 1)
             if proposed and width + generate_len - length > self.spec.gamma:
                 accepted = tuple(int(after - length - 1 > i) for i in range(self.spec.gamma))
-                counts += Counts(1, proposed, accepted)
+                counts += AcceptanceCounts(1, proposed, accepted)
             length = after
         return counts
 

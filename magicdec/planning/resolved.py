@@ -74,7 +74,8 @@ class Plan:
             hashes["engine"] = ENGINES[self.config.engine.name].work.installed(self.config.engine)
         if self.config.reads_text:
             hashes |= {
-                key: data.fingerprint(*source) for key, source in self.config.data.sources.items()
+                key: data.text_fingerprint(*source)
+                for key, source in self.config.data.sources.items()
             }
         for key in self.config.scenario.files:
             if path := getattr(self.config.scenario, key):

@@ -8,7 +8,7 @@ from pydantic import TypeAdapter
 
 from magicdec.measure.contexts import Speculated
 from magicdec.measure.metrics import Rounds, num_accepted
-from magicdec.peers.base import Counts
+from magicdec.peers.base import AcceptanceCounts
 from magicdec.scenarios.unit_folder import UnitFolder
 from magicdec.serving.load_generator import Load
 from magicdec.serving.request import Request, Stats
@@ -25,7 +25,7 @@ class ServedRequest:
     stats: Stats
     tokens: list[int]
     counted_rounds: list[tuple[int, int, int]]  # proposed, accepted, rounds; of our engine
-    counts: Counts | None = None  # as a server's answer tells them
+    counts: AcceptanceCounts | None = None  # as a server's answer tells them
     error: str | None = None  # why a server has not answered
     num_retries: int = 0
 
@@ -59,7 +59,8 @@ class LevelUnit:
     seconds: float  # until the last answer
     requests: list[ServedRequest]
     facts: Mapping[str, Any]  # metrics that are not of requests: memory, the name of a server
-    reported: Counts | None = None  # by a server's own counters meanwhile; None: it has none
+    # By a server's own counters meanwhile; None: it has none.
+    reported: AcceptanceCounts | None = None
     client_late_ms: float | None = None  # of the client's own event loop; None: our engine
 
     @property

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from magicdec.data.base import Prompts, fingerprint
+from magicdec.data.base import Prompts, rows_fingerprint
 from magicdec.data.tokenizer import Detokenizer
 from magicdec.engine.output_audit import Audit
 from magicdec.measure import metrics
@@ -90,7 +90,7 @@ class Outputs:
         """Return a hash of the autoregressive tokens: equal if two runs, on any engines, have the
         same output.
         """
-        return fingerprint(self.autoregressive)
+        return rows_fingerprint(self.autoregressive)
 
     def rows(self, save_prompts: bool) -> list[dict]:
         """Return the lines of generations.jsonl, one per row."""

@@ -11,7 +11,7 @@ from magicdec.data import Prompts
 from magicdec.measure import memory_use, metrics
 from magicdec.measure.metrics import Metrics
 from magicdec.measure.system import Watch
-from magicdec.peers.base import Counts, Peer, PeerSpec
+from magicdec.peers.base import AcceptanceCounts, Peer, PeerSpec
 from magicdec.planning import build
 from magicdec.planning.resolved import Plan
 from magicdec.scenarios.outcome import Outcome
@@ -103,7 +103,7 @@ def _figures(plan: Plan, units: PeerUnits, outputs: Outputs) -> Metrics:
     results |= outputs.sizes_by_category
     if fast:
         generations = [generation for repeat in fast for generation in repeat]
-        counts = sum((generation.counts for generation in generations), Counts())
+        counts = sum((generation.counts for generation in generations), AcceptanceCounts())
         gamma = max(plan.config.gammas)
         results |= counts.metrics(gamma) | {"gamma": gamma, "acceptance/source": "measured"}
         results |= lossless(plan, outputs.autoregressive, outputs.speculative)

@@ -4,7 +4,7 @@ engine's own.
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,7 +19,7 @@ from magicdec.errors import to_stderr
 from magicdec.measure.contexts import context_acceptance
 from magicdec.measure.metrics import Metrics, by_category, short_acceptance
 from magicdec.peers.answer import EndpointFailed, EndpointRequest
-from magicdec.peers.base import Address, Counts, Servable
+from magicdec.peers.base import AcceptanceCounts, Address, Servable
 from magicdec.peers.endpoint import Endpoint, described
 from magicdec.peers.lateness import Lateness
 from magicdec.planning import build
@@ -214,13 +214,13 @@ def _lengths_in_words(unit: LevelUnit) -> str:
     )
 
 
-def _reported_acceptance(unit: LevelUnit) -> tuple[Counts, str]:
+def _reported_acceptance(unit: LevelUnit) -> tuple[AcceptanceCounts, str]:
     """Return the counts of speculation, and what reports them: the answers, /metrics or nothing."""
-    counts = [request.counts for request in unit.answered]
-    if counts and None not in counts:
-        return sum(cast(list[Counts], counts), Counts()), "usage"
+    counts = _sum_of_counts(unit.answered)
+    if unit.answered and counts is not None:
+        return counts, "usage"
     if unit.reported is None:
-        return Counts(), "unknown"
+        return AcceptanceCounts(), "unknown"
     after_first = sum(request.stats.tokens - 1 for request in unit.answered)
     return unit.reported.completed(after_first), "/metrics"
 
@@ -230,12 +230,18 @@ def _acceptance(unit: LevelUnit, rows: Sequence[int]) -> Metrics:
     tell it.
     """
     requests = [unit.requests[row] for row in rows]
-    counts = [request.counts for request in requests if request.error is None]
-    return (
-        {}
-        if None in counts
-        else short_acceptance(sum(cast(list[Counts], counts), Counts()).metrics(0))
-    )
+    counts = _sum_of_counts([request for request in requests if request.error is None])
+    return {} if counts is None else short_acceptance(counts.metrics(0))
+
+
+def _sum_of_counts(requests: Iterable[ServedRequest]) -> AcceptanceCounts | None:
+    """Return the counts of all answers; None if one does not tell them."""
+    total = AcceptanceCounts()
+    for request in requests:
+        if request.counts is None:
+            return None
+        total += request.counts
+    return total
 
 
 @dataclass

@@ -24,7 +24,7 @@ from pydantic_core import PydanticCustomError
 from typing_extensions import TypeAliasType, TypedDict
 
 from magicdec.errors import UserError
-from magicdec.tracking.unit_files import Count, Round, reason, typed, warn
+from magicdec.tracking.unit_files import Round, StoredCount, reason, typed, warn
 
 T = TypeVar("T")
 DEPTH = 8  # of nested lists and objects in config.yaml: no run has more
@@ -62,7 +62,7 @@ class Named(TypedDict):
 class StoredDraft(Named):
     """The group draft."""
 
-    gamma: NotRequired[Count | Literal["auto"]]
+    gamma: NotRequired[StoredCount | Literal["auto"]]
     quantization: NotRequired[str]
     model: NotRequired[Named | None]
 
@@ -72,8 +72,8 @@ class Cache(TypedDict):
     """The group cache."""
 
     policy: str
-    budget: NotRequired[Count]
-    num_sink: NotRequired[Count]
+    budget: NotRequired[StoredCount]
+    num_sink: NotRequired[StoredCount]
 
 
 @typed
@@ -102,8 +102,8 @@ class StoredConfig(TypedDict):
 class Sample(TypedDict):
     """A line of samples.jsonl."""
 
-    row: Count
-    context_len: NotRequired[Count | None]
+    row: StoredCount
+    context_len: NotRequired[StoredCount | None]
     prompt_end: NotRequired[str | None]
     autoregressive: NotRequired[str | None]
     speculative: NotRequired[str | None]
@@ -114,11 +114,12 @@ class Sample(TypedDict):
 class GenerationLine(TypedDict):
     """A line of generations.jsonl."""
 
-    row: Count
-    context_len: NotRequired[Count | None]
+    row: StoredCount
+    context_len: NotRequired[StoredCount | None]
     autoregressive: NotRequired[list[int] | None]
     speculative: NotRequired[list[int] | None]
-    rounds: NotRequired[list[tuple[Count, Count]] | None]  # proposed and accepted tokens
+    # Proposed and accepted tokens.
+    rounds: NotRequired[list[tuple[StoredCount, StoredCount]] | None]
     # By way: seconds from the first to the last token, of every repeat.
     decode_s: NotRequired[dict[str, list[float]]]
 
@@ -127,8 +128,8 @@ class GenerationLine(TypedDict):
 class RoutingLine(TypedDict):
     """The choices of a layer with experts, as magicdec/measure/expert_choices.py describes them."""
 
-    experts: Count
-    experts_per_token: Count
+    experts: StoredCount
+    experts_per_token: StoredCount
     popularity: list[Number]
     distinct: list[Number]
 
@@ -139,7 +140,8 @@ class JobLine(TypedDict):
 
     job: int
     id: str | None
-    before: NotRequired[Count]  # repeats that the run had, where as many as asked for are added
+    # Repeats that the run had, where as many as asked for are added.
+    before: NotRequired[StoredCount]
 
 
 def _in_short(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:

@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 UNITS = "units"  # the folder of a run's units
 T = TypeVar("T")
-Count = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
+StoredCount = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
 
 typed = with_config(ConfigDict(strict=True, extra="ignore"))
 
@@ -24,7 +24,7 @@ typed = with_config(ConfigDict(strict=True, extra="ignore"))
 class Round(TypedDict):
     """A round of a sample, as `by_round` makes it."""
 
-    proposed: Count
+    proposed: StoredCount
     accepted: list[str]
     bonus: str | None
 
@@ -38,15 +38,15 @@ class StoredDecoding(TypedDict):
     committed: list[list[int]]  # by round and row
     round_seconds: list[float]  # the end of each round
     setup_seconds: float
-    gammas: list[Count]
-    generate_len: Count
+    gammas: list[StoredCount]
+    generate_len: StoredCount
 
 
 @typed
 class StoredUnit(TypedDict):
     """A unit of our engine: a batch, decoded both ways once."""
 
-    batch: Count
+    batch: StoredCount
     prefill_s: float
     disturbed: str | None
     left_out: str | None

@@ -6,7 +6,7 @@ import pytest
 
 from magicdec.config.load import compose
 from magicdec.config.registry import CORPORA
-from magicdec.data import PromptRequest, fingerprint, load_prompts
+from magicdec.data import PromptRequest, load_prompts, text_fingerprint
 from magicdec.errors import UserError
 from magicdec.planning.resolve import resolve
 from magicdec.tracking.run_id import run_id
@@ -183,23 +183,23 @@ def test_the_fingerprint_of_a_file_is_that_of_its_content(tmp_path, name):
     file, found = tmp_path / "mine.jsonl", []
     for content in ("hello", "hallo", "hello"):
         file.write_text(json.dumps({"prompt": content}))
-        found.append(fingerprint(name, str(file)))
+        found.append(text_fingerprint(name, str(file)))
     assert found[0] == found[2] != found[1]
 
 
 def test_the_fingerprint_of_a_folder_covers_the_text_in_it(tmp_path):
     (tmp_path / "test").mkdir()
     (tmp_path / "test" / "book.txt").write_text("a book")
-    before = {name: fingerprint(name, str(tmp_path)) for name in ("text", "pg19")}
+    before = {name: text_fingerprint(name, str(tmp_path)) for name in ("text", "pg19")}
     (tmp_path / "image.png").write_bytes(b"no text")
-    assert {name: fingerprint(name, str(tmp_path)) for name in before} == before
+    assert {name: text_fingerprint(name, str(tmp_path)) for name in before} == before
     (tmp_path / "more.txt").write_text("of which PG-19 takes no notice")
-    assert fingerprint("text", str(tmp_path)) != before["text"]
-    assert fingerprint("pg19", str(tmp_path)) == before["pg19"]
+    assert text_fingerprint("text", str(tmp_path)) != before["text"]
+    assert text_fingerprint("pg19", str(tmp_path)) == before["pg19"]
     (tmp_path / "test" / "book.txt").write_text("A book")
-    assert fingerprint("pg19", str(tmp_path)) != before["pg19"]
+    assert text_fingerprint("pg19", str(tmp_path)) != before["pg19"]
     with pytest.raises(UserError, match=r"^data=text data.path=nowhere: no such file or folder$"):
-        fingerprint("text", "nowhere")
+        text_fingerprint("text", "nowhere")
 
 
 def test_edited_prompts_are_another_run(tmp_path):

@@ -12,7 +12,7 @@ from magicdec.config.load import compose
 from magicdec.errors import UserError
 from magicdec.inputs.rules import parse, parse_json
 from magicdec.peers.answer import EndpointRequest, Event
-from magicdec.peers.base import Counts
+from magicdec.peers.base import AcceptanceCounts
 from magicdec.peers.endpoint import read_counters
 from magicdec.planning.resolve import resolve
 from magicdec.scenarios import Job, run
@@ -147,7 +147,7 @@ def test_the_acceptance_of_a_request_is_what_vllm_says_of_it():
     request = EndpointRequest([1], Params(54))
     request.take(parse_json(Event, VLLM_EVENT))
     request.conclude(lambda text: [], is_done=True, ignores_eos=True)
-    assert request.counts == Counts(43, 129, (4, 3, 3))
+    assert request.counts == AcceptanceCounts(43, 129, (4, 3, 3))
     metrics = request.counts.metrics(3)
     assert metrics["acceptance_length"] == pytest.approx(1.2325581395348837)
     assert metrics["acceptance_rate"] == pytest.approx(0.07751937984496124)
@@ -239,8 +239,8 @@ def test_counters_of_several_engines_are_summed():
     found = read_counters(
         counters("vllm", 5, 3) + "\n" + counters("vllm", 2, 3).replace('engine="0"', 'engine="1"')
     )
-    assert found == Counts(7, 14, (7, 7))
-    assert read_counters("\x00 nonsense {") == Counts()
+    assert found == AcceptanceCounts(7, 14, (7, 7))
+    assert read_counters("\x00 nonsense {") == AcceptanceCounts()
 
 
 NO_STREAM = "<html>Welcome</html>"

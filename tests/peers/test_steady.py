@@ -3,7 +3,7 @@
 import pytest
 
 from magicdec.peers.answer import EndpointRequest, Event, Usage
-from magicdec.peers.base import Counts
+from magicdec.peers.base import AcceptanceCounts
 from magicdec.peers.steady import burst_of
 from magicdec.serving.request import Params
 
@@ -32,7 +32,7 @@ def test_a_round_of_speculation_is_timed_however_its_tokens_are_sent():
     """Rounds of 50 ms that accept 2 of 4: in a chunk a round, a chunk a token, two rounds a
     chunk.
     """
-    counts = Counts(rounds=20, proposed=80, unplaced=40)
+    counts = AcceptanceCounts(rounds=20, proposed=80, unplaced=40)
     by_round = [1 + 0.05 * number for number in range(21)]
     by_token = [1.0] + [time + late for time in by_round[1:] for late in (0, 0.001, 0.002)]
     for times in (by_round, by_token, by_round[::2]):
@@ -46,7 +46,7 @@ def test_rows_that_accept_unlike_each_other_share_their_rounds():
     """One accepts nothing and the other everything: their rounds are the same."""
     slow = request(0.0, [1 + 0.05 * number for number in range(31)], 31)
     fast = request(0.0, [1 + 0.05 * number for number in range(16)], 46)
-    found = burst_of([slow, fast], Counts(45, proposed=90, unplaced=30))
+    found = burst_of([slow, fast], AcceptanceCounts(45, proposed=90, unplaced=30))
     assert found.step_ms == pytest.approx(50)
 
 

@@ -15,7 +15,7 @@ from magicdec.decoding.timers import Stopwatch
 from magicdec.drafts.layer_skip import LayerSkip
 from magicdec.drafts.model import IndependentModel
 from magicdec.drafts.ngram import PromptLookup
-from magicdec.peers.base import Counts, PeerSpec
+from magicdec.peers.base import AcceptanceCounts, PeerSpec
 from magicdec.peers.transformers import TokenBursts, TransformersEngine, TransformersPeer
 from magicdec.scenarios import Job, run
 from magicdec.verification.sampling import Sampling
@@ -86,7 +86,7 @@ def test_speculation_is_lossless_and_counted(folders, draft):
     peer = TransformersPeer(spec(folders, draft_folder=model, gamma=GAMMA, draft=draft))
     plain, fast = (peer.generate(prompt, NEW, speculative) for speculative in (False, True))
     assert fast.tokens == plain.tokens == ours(folders[0], prompt)
-    assert plain.counts == Counts()
+    assert plain.counts == AcceptanceCounts()
     assert fast.counts.rounds > 0
     assert list(fast.counts.accepted) == sorted(fast.counts.accepted, reverse=True)
     assert sum(fast.counts.accepted) <= fast.counts.proposed <= GAMMA * fast.counts.rounds
@@ -103,7 +103,7 @@ def test_a_draft_that_is_the_target_is_always_accepted(folders):
     )
     got = peer.generate(random_prompts([20], vocab=VOCAB), NEW, speculative=True)
     rounds = NEW // (GAMMA + 1)
-    assert got.counts == Counts(rounds, GAMMA * rounds, (rounds,) * GAMMA)
+    assert got.counts == AcceptanceCounts(rounds, GAMMA * rounds, (rounds,) * GAMMA)
     assert got.times[0].decoded == NEW - (GAMMA + 1)  # the first round's came with the prefill
     found = got.counts.metrics(GAMMA)
     assert (found["acceptance_rate"], found["acceptance_length"]) == (1.0, GAMMA + 1)
@@ -121,13 +121,13 @@ def test_a_passage_is_counted_by_hand(folders):
         bursts(torch.zeros(1, length), None)
     peer = TransformersPeer.__new__(TransformersPeer)
     peer.spec = spec(folders, gamma=GAMMA)
-    assert peer._counts(bursts, 10, 10) == Counts(3, 9, (2, 1, 1))
+    assert peer._counts(bursts, 10, 10) == AcceptanceCounts(3, 9, (2, 1, 1))
 
 
 def test_counts_without_proposals():
-    assert Counts().metrics(GAMMA) == {"acceptance_rounds": 0}
+    assert AcceptanceCounts().metrics(GAMMA) == {"acceptance_rounds": 0}
     # Two rounds proposed fewer.
-    some = (Counts(2, 6, (2, 1, 1)) + Counts(2, 4, (1,))).metrics(GAMMA)
+    some = (AcceptanceCounts(2, 6, (2, 1, 1)) + AcceptanceCounts(2, 4, (1,))).metrics(GAMMA)
     assert some["acceptance_rate"] == 5 / 10
     assert some["acceptance_length"] == 5 / 4 + 1
     assert [some[f"acceptance_rate/position_{i}"] for i in range(3)] == [3 / 4, 1 / 4, 1 / 4]

@@ -17,7 +17,7 @@ from magicdec.drafts.model import IndependentModel
 from magicdec.drafts.ngram import PromptLookup
 from magicdec.measure.metrics import RowTimes
 from magicdec.peers import process
-from magicdec.peers.base import Counts, PeerSpec
+from magicdec.peers.base import AcceptanceCounts, PeerSpec
 from magicdec.peers.vllm import VllmEngine, VllmPeer
 from magicdec.planning.resolve import resolve
 from magicdec.scenarios import Job, run
@@ -70,7 +70,7 @@ def test_a_worker_for_each_way(peer):
     plain = engine.generate(prompts, 5, speculative=False)
     assert plain.tokens == [[0, 1, 2, 3, 4]] * 2
     assert plain.times == [RowTimes(0.5, 2.0, 4)] * 2
-    assert (plain.counts, engine.peak_bytes) == (Counts(), 7)
+    assert (plain.counts, engine.peak_bytes) == (AcceptanceCounts(), 7)
     (first,), one = asked(), engine.version
     assert first["batch"]["prompts"] == prompts
     assert first["batch"]["sampling"] == {"temperature": 0.0, "ignore_eos": True}
@@ -85,7 +85,9 @@ def test_a_worker_for_each_way(peer):
     assert "speculative_config" not in options
     engine.generate(prompts, 5, speculative=False)
     assert engine.version == one
-    assert engine.generate(prompts, 5, speculative=True).counts == Counts(4, 12, (3, 2, 1))
+    assert engine.generate(prompts, 5, speculative=True).counts == AcceptanceCounts(
+        4, 12, (3, 2, 1)
+    )
     assert engine.peak_bytes == 8
     assert engine.version != one
     assert not is_alive(int(one.split()[-1]))

@@ -26,7 +26,7 @@ from magicdec.drafts.ngram import PromptLookup
 from magicdec.measure.metrics import RowTimes
 from magicdec.models import checkpoint
 from magicdec.peers import process
-from magicdec.peers.base import Counts
+from magicdec.peers.base import AcceptanceCounts
 from magicdec.peers.llamacpp import LlamacppPeer
 from magicdec.peers.openvino import OpenvinoEngine, OpenvinoPeer
 from magicdec.peers.vllm import VllmPeer
@@ -225,7 +225,10 @@ def test_llamacpp_draws_other_numbers_for_each_sampled_row(monkeypatch):
 def test_counts_without_positions(peer):
     with peer(WORKER, "llamacpp", draft=PromptLookup()) as one:
         got = one.generate([[1, 2]], 3, speculative=True)
-        assert (got.times, got.counts) == ([RowTimes(0.5, 2.0, 2)], Counts(3, 6, unplaced=2))
+        assert (got.times, got.counts) == (
+            [RowTimes(0.5, 2.0, 2)],
+            AcceptanceCounts(3, 6, unplaced=2),
+        )
         assert '"ngram": 8' in one.version
     found = (got.counts + got.counts).metrics(3)
     assert found == {
@@ -234,7 +237,7 @@ def test_counts_without_positions(peer):
         "acceptance_rate": 4 / 12,
     }
     # An engine that counts no proposals.
-    assert "acceptance_rate" not in Counts(3, 0, (2, 1)).metrics(2)
+    assert "acceptance_rate" not in AcceptanceCounts(3, 0, (2, 1)).metrics(2)
 
 
 HERE = f"engine.python={sys.executable}"

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 import pytest
 
 from magicdec.peers.answer import Choice, EndpointRequest, Event
-from magicdec.peers.base import Counts
+from magicdec.peers.base import AcceptanceCounts
 from magicdec.scenarios import serve, serve_endpoint
 from magicdec.scenarios.level_units import LevelUnit, LevelUnits, ServedRequest
 from magicdec.serving.load_generator import Load
@@ -47,7 +47,7 @@ class Passes:
         tokens = list(range(job.params.max_tokens))
         if isinstance(request, EndpointRequest):
             request.take(Event([Choice(token_ids=tokens)]))
-            request.counts = Counts(1, 3, (1, 1, 0))
+            request.counts = AcceptanceCounts(1, 3, (1, 1, 0))
         else:
             request.receive(tokens)
             request.rounds[3, 2] += 1
@@ -132,9 +132,11 @@ def test_a_unit_is_read_back_as_it_was_and_taken_once(tmp_path):
     request.receive([4, 5])
     request.rounds[3, 1] += 2
     kept = ServedRequest.of(request)
-    unanswered = ServedRequest(Request([1], Params()).stats, [], [], Counts(), "gone", 1)
+    unanswered = ServedRequest(Request([1], Params()).stats, [], [], AcceptanceCounts(), "gone", 1)
     load = Load("rate", 0.5)
-    unit = LevelUnit(load, WAYS[1], 1.5, [kept, unanswered], {"memory": 1.0}, Counts(1, 2, (1,)))
+    unit = LevelUnit(
+        load, WAYS[1], 1.5, [kept, unanswered], {"memory": 1.0}, AcceptanceCounts(1, 2, (1,))
+    )
     units.add(unit, "level")
     again = LevelUnits(units.run)
     assert again.units == [unit]

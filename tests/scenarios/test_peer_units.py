@@ -3,7 +3,7 @@
 import pytest
 
 from magicdec.measure.metrics import RowTimes
-from magicdec.peers.base import Counts, PeerGeneration
+from magicdec.peers.base import AcceptanceCounts, PeerGeneration
 from magicdec.peers.transformers import TransformersPeer
 from magicdec.scenarios.peer_units import PeerUnit, PeerUnits
 from magicdec.tracking.store import Run
@@ -37,7 +37,7 @@ class Engine:
         seconds = 1.0 if speculative else 2.0
         times = [RowTimes(0.5, seconds * len(self.passes), generate_len - 1) for _ in prompts]
         tokens = [list(range(generate_len)) for _ in prompts]
-        counts = Counts(4, 12, (3, 2, 1)) if speculative else Counts()
+        counts = AcceptanceCounts(4, 12, (3, 2, 1)) if speculative else AcceptanceCounts()
         return PeerGeneration(tokens, times, counts)
 
 
@@ -104,6 +104,6 @@ def test_a_run_that_failed_has_the_figures_of_its_complete_repeats(engine, measu
 def test_a_unit_is_read_back_as_it_was(tmp_path):
     stored = PeerUnits(Run.open(tmp_path, "abc", CONFIG), 2)
     times = [RowTimes(0.25, 1.5, 2), RowTimes(0.5, 0.0, 0)]
-    generation = PeerGeneration([[1, 2, 3], [4]], times, Counts(1, 3, (1, 1, 0), 2))
+    generation = PeerGeneration([[1, 2, 3], [4]], times, AcceptanceCounts(1, 3, (1, 1, 0), 2))
     stored.add(PeerUnit(1, "speculative", generation, "vllm 1", 3 << 40), 1)
     assert PeerUnits(stored.run, 2).units == stored.units
