@@ -3,6 +3,8 @@ its documentation, and its own function without storage. The kernel runs on GPUs
 """
 
 import sys
+from inspect import signature
+from types import ModuleType
 
 import pytest
 import torch
@@ -41,19 +43,15 @@ def described(
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Let the stand-in answer, and PyTorch's own function take the same arguments."""
-    from torch.nn.attention.varlen import varlen_attn
-
+    """Let the stand-in answer; a list of the arguments of each call, and its output."""
     made = []
 
-    def both(*arguments, **given):
+    def answer(*arguments, **given):
         out = described(*arguments, **given)
-        without_storage = tree_map_only(torch.Tensor, lambda x: x.to("meta"), (arguments, given))
-        assert varlen_attn(*without_storage[0], **without_storage[1]).shape == out.shape
-        made.append(out.shape)
+        made.append((arguments, given, out))
         return out
 
-    monkeypatch.setattr(varlen, "library", lambda: both)
+    monkeypatch.setattr(varlen, "library", lambda: answer)
     return made
 
 
@@ -66,18 +64,34 @@ def test_against_the_definition(calls, num_new, group, window):
     assert len(calls) == 1
 
 
+@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize("window", [None, 3])
+def test_pytorch_takes_the_same_arguments(calls, group, window):
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+
+        if missing := varlen.NEEDED - signature(varlen_attn).parameters.keys():
+            pytest.skip(f"this PyTorch's function has no {', '.join(sorted(missing))}")
+    except ImportError:
+        pytest.skip("this PyTorch has no attention for rows of different lengths")
+    check(VarlenAttention(), 5, group, 16, 73, window)
+    [(arguments, given, out)] = calls
+    arguments, given = tree_map_only(torch.Tensor, lambda x: x.to("meta"), (arguments, given))
+    assert varlen_attn(*arguments, **given).shape == out.shape
+
+
 def test_selected_slots_and_a_window_over_slots_in_no_order(calls):
     check(VarlenAttention(), 4, 4, 16, 90, chosen=50)
     check_positions(VarlenAttention(), 4, 4, 16, 90, 50, 6)
 
 
-def test_decoding_and_verification_are_left_to_triton():
+def test_decoding_and_verification_are_left_to_triton(calls):
     q, k, *_ = case(33, 4, 64, 90)
     assert VarlenAttention().takes(q, k)
     assert not VarlenAttention().takes(q[:, :32], k)
 
 
-def test_what_pytorch_lacks_is_named(monkeypatch):
+def test_what_the_kernel_does_not_take_is_named(calls):
     assert choose("varlen", CUDA, torch.bfloat16, [128])[0] == "varlen"
     assert choose("auto", CUDA, torch.bfloat16, [128])[0] != "varlen"
     for dtype, dim, said in (
@@ -89,9 +103,13 @@ def test_what_pytorch_lacks_is_named(monkeypatch):
     with pytest.raises(UserError, match="does not have attention sinks"):
         choose("varlen", CUDA, torch.bfloat16, [128], {"attention sinks"})
 
+
+def test_what_pytorch_lacks_is_named(monkeypatch):
     def early(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, window_size=(-1, -1)): ...
 
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", early)
+    module = ModuleType("torch.nn.attention.varlen")
+    module.varlen_attn = early
+    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", module)
     with pytest.raises(UserError, match=r"varlen_attn has no enable_gqa, seqused_k\); use"):
         choose("varlen", CUDA, torch.bfloat16, [128])
     monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", None)
