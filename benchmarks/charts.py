@@ -22,6 +22,8 @@ COLOURS = [
     "#999933",
 ]
 
+MAX_TICKS = 6  # a tick at each value of x, where there are no more
+
 
 def draw_chart(
     file: Path,
@@ -64,11 +66,9 @@ def draw_chart(
     title = labels[0] or x
     across: Any = alt.X(f"{x}:N", title=title, sort=None, axis=alt.Axis(labelAngle=-20))
     if kind != "bar":
-        ticks = (
-            {"values": sorted({row[x] for row in values if row[x]})}
-            if kind == "line"
-            else {"tickCount": 4}
-        )
+        measured_at = sorted({row[x] for row in values if row[x]})
+        has_few = kind == "line" and len(measured_at) <= MAX_TICKS
+        ticks = {"values": measured_at} if has_few else {"tickCount": 4}
         scale = _scale(log or diagonal, nice=False, padding=12)
         across = alt.X(f"{x}:Q", title=title, scale=scale, axis=alt.Axis(**ticks))
     base = alt.Chart().encode(y=up, color=colour)
