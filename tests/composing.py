@@ -1,17 +1,19 @@
-"""Compose in a quarter of the time. Hydra reads thirty files for each of the thousand
+"""Compose in a tenth of the time. Hydra reads thirty files for each of the thousand
 configurations that tests compose, though most choose the same options and set other keys: here, it
-merges the files of a choice once.
+reads a file once and merges the files of a choice once.
 """
 
 import copy
+import pickle
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
+from os.path import abspath
 
 import omegaconf._utils
 import omegaconf.base
 from hydra._internal import config_loader_impl
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_repository import CachingConfigRepository, ConfigRepository
 from hydra._internal.defaults_list import Overrides
 from omegaconf.grammar_parser import parse
 
@@ -19,14 +21,24 @@ from magicdec.config.folders import CONF
 
 create_defaults_list = config_loader_impl.create_defaults_list
 merge_files = ConfigLoaderImpl._compose_config_from_defaults_list
+OURS = {str(CONF), str(CONF.parent)}
 LISTS = {}  # by what was chosen
+# What is composed is changed by whoever asks for it: pickled, it is copied five times as fast.
 MERGED = {}  # by the list, which is kept in LISTS
+load_file = ConfigRepository.load_config
+open_repository = CachingConfigRepository.__init__
+FILES = {}  # by their names, and where they are searched
+
+
+def reads_ours(repo):
+    """Return whether the files are those of conf/, which stay as they are."""
+    folders = (source.path for source in repo.get_sources() if source.scheme() == "file")
+    return all(abspath(folder) in OURS for folder in folders)
 
 
 def defaults_list(repo, config_name, overrides_list, **settings):
     """Return what `create_defaults_list` does: the files of the chosen options, and the keys."""
-    folders = {source.path for source in repo.get_sources() if source.scheme() == "file"}
-    if not {Path(folder).resolve() for folder in folders} <= {CONF, CONF.parent}:
+    if not reads_ours(repo):
         return create_defaults_list(repo, config_name, overrides_list, **settings)
     keys = Overrides(repo, overrides_list).config_overrides
     choices = [each for each in overrides_list if each not in keys]
@@ -41,12 +53,31 @@ def merged(loader, defaults, repo):
     if not any(known.defaults is defaults for known in LISTS.values()):
         return merge_files(loader, defaults, repo)
     if id(defaults) not in MERGED:
-        MERGED[id(defaults)] = merge_files(loader, defaults, repo)
-    return copy.deepcopy(MERGED[id(defaults)])
+        MERGED[id(defaults)] = pickle.dumps(merge_files(loader, defaults, repo))
+    return pickle.loads(MERGED[id(defaults)])
+
+
+def loaded(repo, config_path):
+    """Return what `load_config` does: a file and its list of defaults."""
+    if not reads_ours(repo):
+        return load_file(repo, config_path)
+    asked = (config_path, *((source.provider, source.path) for source in repo.get_sources()))
+    if asked not in FILES:
+        FILES[asked] = pickle.dumps(load_file(repo, config_path))
+    return pickle.loads(FILES[asked])
+
+
+def repository(caching, delegate):
+    """Begin with a copy, as `__init__` does, but for the store of all structured options, which it
+    copies, too.
+    """
+    caching.delegate, caching.cache = copy.copy(delegate), {}
 
 
 def remember():
-    """Remember from now on what was merged and parsed."""
+    """Remember from now on what was read, merged and parsed."""
+    ConfigRepository.load_config = loaded
+    CachingConfigRepository.__init__ = repository
     config_loader_impl.create_defaults_list = defaults_list
     ConfigLoaderImpl._compose_config_from_defaults_list = merged
     omegaconf.base.parse = omegaconf._utils.parse = cache(parse)
@@ -54,6 +85,8 @@ def remember():
 
 def forget():
     """Compose as Hydra does."""
+    ConfigRepository.load_config = load_file
+    CachingConfigRepository.__init__ = open_repository
     config_loader_impl.create_defaults_list = create_defaults_list
     ConfigLoaderImpl._compose_config_from_defaults_list = merge_files
     omegaconf.base.parse = omegaconf._utils.parse = parse
