@@ -22,6 +22,7 @@ from magicdec.measure import ceilings
 from magicdec.threads import num_cores
 from tests import composing
 
+gc.disable()  # until all is imported, which stays: it would visit a million objects again and again
 # A folder of temporary files for this process and the programs it starts, and in it the locks by
 # which sweeps take turns: no test waits for the sweep of another worker, nor for a user's.
 # `tmp_path` and what PyTorch has compiled stay in the system's folder. This comes before the other
@@ -105,6 +106,7 @@ def pytest_collection_finish():
     """
     gc.collect()
     gc.freeze()
+    gc.enable()
     gc.set_threshold(50_000)  # composing a configuration makes many objects that all stay in use
 
 
