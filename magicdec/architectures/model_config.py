@@ -9,6 +9,7 @@ from dataclasses import fields, replace
 from typing import Annotated, Any, Literal
 
 from pydantic.dataclasses import dataclass
+from typing_extensions import override
 
 from magicdec.architectures.layer_facts import Matrices, Recurrence, TokenMemory
 from magicdec.errors import Unsupported, UserError
@@ -230,7 +231,7 @@ class ModelConfig:
 
     def as_predicted(self) -> "ModelConfig":
         """Return the model as serving engines run it, which is what predictions describe."""
-        return self
+        return self if self.is_head else ServedConfig(**self.sizes)
 
     @property
     def kv_elements_per_token(self) -> int:
@@ -242,7 +243,7 @@ class ModelConfig:
         return ()
 
     def kept_bytes(self, num_tokens: int, element_bytes: float) -> float:
-        """Return the bytes that all layers keep of a sequence."""
+        """Return the bytes that all layers keep of a sequence; caches of ours hold every token."""
         return self.kv_elements_per_token * num_tokens * element_bytes
 
     def shared_by(self, ranks: int) -> "ModelConfig":
@@ -272,6 +273,15 @@ class ModelConfig:
     def window_of(self, layer: int) -> int | None:
         """Return the sliding window of a layer in tokens, None if it attends to everything."""
         return self.sliding_window if layer in self.sliding_layers else None
+
+
+@dataclass(frozen=True, config=STRICT)
+class ServedConfig(ModelConfig):
+    """A transformer of ours as serving engines run it: they free what a window has passed."""
+
+    @override
+    def kept_bytes(self, num_tokens: int, element_bytes: float) -> float:
+        return sum(memory.stored_bytes(num_tokens, element_bytes) for memory in self.memories)
 
 
 def mismatches(pairs: dict[str, tuple[int, int]]) -> Iterator[str]:

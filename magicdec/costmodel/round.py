@@ -44,8 +44,12 @@ class Setup:
     # may differ.
     match_share: float = 1.0
     routing: Routing = UNIFORM  # of tokens to experts
+    # Models are as serving engines run them; otherwise as our own engine does.
+    is_served: bool = False
 
     def __post_init__(self) -> None:
+        if self.is_served:
+            object.__setattr__(self, "target", self.target.as_predicted())
         if not self.draft.is_model:
             # Nothing is read, whatever the policy.
             object.__setattr__(self, "cache", POLICIES["full"].facts())
@@ -94,10 +98,11 @@ class Setup:
         """Return the number of GPUs that share the target."""
         return self.hardware.count
 
-    @property
+    @cached_property
     def draft_model(self) -> ModelConfig:
         """Return the model that drafts."""
-        return self.draft.drafter(self.target)
+        model = self.draft.drafter(self.target)
+        return model.as_predicted() if self.is_served else model
 
     @property
     def draft_ranks(self) -> int:
@@ -105,9 +110,7 @@ class Setup:
         if self.draft.own_model is None:
             return self.ranks
         most = self.hardware.stack.draft_ranks
-        usual = (
-            self.ranks if most is None else min(self.ranks, most, self.draft.own_model.num_kv_heads)
-        )
+        usual = self.ranks if most is None else min(self.ranks, most, self.draft_model.num_kv_heads)
         return self.draft.tensor_parallel or usual
 
     @property

@@ -54,7 +54,7 @@ def setup_of(plan: Plan, bandwidth_gbs: float | None = None, tflops: float | Non
     changes: dict[str, Any] = {} if match_share is None else {"match_share": match_share}
     if isinstance(config.scenario, Assumed) and config.scenario.routing is not None:
         changes["routing"] = routing_of(config.scenario.routing, config.runs_dir, setup.target)
-    return replace(setup, target=setup.target.as_predicted(), **changes)
+    return replace(setup, **changes)
 
 
 def measured_rates(
@@ -89,8 +89,6 @@ def held(plan: Plan, num_rows: int, context_len: int) -> Memory:
         setup_of(plan).hardware if plan.predicts else unknown(plan.device_name, plan.num_ranks)
     )
     setup = _setup(plan, machine, draft).at(batch=num_rows, context=context_len)
-    if plan.predicts:
-        setup = setup.at(target=setup.target.as_predicted())
     # Where states are replayed, those of one gamma are counted, which is more than is kept.
     recurrence = plan.target.config.recurrence
     keeps_all = not plan.predicts and recurrence is not None and recurrence.rollback == "keep"
@@ -111,4 +109,5 @@ def _setup(plan: Plan, hardware: Hardware, draft: DraftConfig) -> Setup:
         target_path=config.target.path,
         element_bytes=plan.dtype.itemsize,
         stored_weight_bytes=plan.weight_bytes,
+        is_served=plan.predicts or not config.engine.has_our_drafts,
     )

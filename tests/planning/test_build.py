@@ -261,3 +261,31 @@ def test_a_prediction_holds_latents_as_engines_do(tmp_path):
     plan = resolve(compose([*keys, f"target.path={path}"]))
     stated = memory(setup_of(plan), max(plan.config.gammas), plan.config.batch.generate_len)
     assert held(plan, 3, 100) == stated
+
+
+def test_predictions_keep_the_windows_of_sliding_layers_and_our_runs_every_token():
+    """Mistral-7B-v0.1: a key and a value of 8 heads of 128 in each of 32 layers, a window of 4096;
+    a round of gamma 4 has 5 tokens beyond those of the text.
+    """
+    keys = ["target=mistral-7b-v0.1", "target.weights=random", "data=random", "batch.size=2"]
+    keys += ["draft=self", "draft.synthetic_acceptance=0.5", "draft.gamma=4", "cache.budget=64"]
+    keys += ["batch.context_len=32000", "batch.generate_len=64"]
+    of_token = 2 * 8 * 128 * 32 * 2
+    served = resolve(compose([*keys, "scenario=predict", "hardware=h100"]))
+    assert held(served, 1, 32_000).target_kv == 4096 * of_token
+    assert memory(setup_of(served), 4, 64).target_kv == 2 * 4096 * of_token
+    ours = resolve(compose([*keys, "hardware.dtype=bfloat16", "hardware.device=cpu"]))
+    assert held(ours, 1, 32_000).target_kv == (32_000 + 64 + 5) * of_token
+    assert memory(setup_of(ours, 100.0, 1.0), 4, 64).target_kv == 2 * (32_000 + 64 + 5) * of_token
+
+
+def test_a_predicted_draft_keeps_latents_as_its_target_does(tmp_path):
+    """A draft of DeepSeek's kind over every entry: latents of 16 and 8 features in each layer."""
+    path = make_checkpoint(tmp_path, "deepseek-v3")
+    keys = ["scenario=predict", "hardware=h100", "batch.size=3", "batch.context_len=100"]
+    keys += ["draft=model", f"draft.model.path={path}", "draft.model.name=latents", "cache=full"]
+    plan = resolve(compose([*keys, f"target.path={path}", "draft.gamma=4"]))
+    config = plan.target.config
+    slots = 100 + plan.config.batch.generate_len + 4 + 1
+    kept = held(plan, 3, 100).draft_kv
+    assert kept == 3 * slots * config.num_layers * (16 + 8) * plan.dtype.itemsize
