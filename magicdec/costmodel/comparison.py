@@ -88,10 +88,8 @@ def limit_metrics(setup: Setup, gamma: int, measured: Mapping[str, Any]) -> dict
     times_ms = {
         step: (1e3 * time.total, measured.get(f"time/{step}_ms")) for step, time in steps.items()
     }
-    prompts_ms = (
-        1e3 * ideal.batch * prefill_s(ideal, ideal.target, ideal.ranks, round(ideal.context))
-    )
-    times_ms["prefill"] = prompts_ms, measured.get("autoregressive/time_to_first_token_ms")
+    prompts_s = prefill_s(ideal, ideal.target, ideal.ranks, round(ideal.context), rows=ideal.batch)
+    times_ms["prefill"] = 1e3 * prompts_s, measured.get("autoregressive/time_to_first_token_ms")
     return {f"limit/{name}": least / time for name, (least, time) in times_ms.items() if time}
 
 

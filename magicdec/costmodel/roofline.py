@@ -84,7 +84,7 @@ class Pass(NamedTuple):
     activation_bytes: float = BF16
     # Of the head's weights, which are never quantized; None: as activations.
     head_bytes: float | None = None
-    # Of a row's query tokens, those whose logits are computed; None: all.
+    # Of a row's query tokens, those whose logits are computed; None: all. 0: the head is not read.
     logit_tokens: float | None = None
     chooses: bool = True  # whether the choice of tokens from the logits belongs to it
     splits: bool = True  # attention is split over the cached tokens where rows leave SMs idle
@@ -160,6 +160,7 @@ def operators(forward: Pass, hardware: Hardware) -> list[Operator]:
         Matrices("head", 1, hidden, vocabulary, stored_bytes=head_bytes),
         forward._replace(query_tokens=tokens),
     )
+    head = head._replace(is_exact=forward.weight_bytes >= BF16)  # read by the kernels of its layers
     passes = hardware.stack.logit_passes if forward.chooses else 0
 
     def elementwise(name: str, number: int, elements_per_row: float) -> Operator:
@@ -177,7 +178,7 @@ def operators(forward: Pass, hardware: Hardware) -> list[Operator]:
         elementwise("norms", model.num_layers, 8 * hidden),
         elementwise("rope_append", 1, 4 * rotated),
         elementwise("gate", 1, 3 * model.gated_features),
-        head._replace(is_exact=forward.weight_bytes >= BF16),  # read by the kernels of its layers
+        *([head] if tokens else ()),
         elementwise("choice", 1, passes * vocabulary),
     ]
 

@@ -19,7 +19,7 @@ from magicdec.errors import UserError
 
 # The bytes of a weight in a layer's matrices: its code, and its share of its group's scale.
 QUANTIZED_BYTES = {"int8": 1 + BF16 / CODE_GROUP, "int4": 0.5 + BF16 / CODE_GROUP}
-PREFILL_CHUNK = 2048  # tokens of a prefill pass
+PREFILL_CHUNK = 2048  # tokens of a prefill pass of serving engines
 RARE = 1e-5  # a probability that does not count
 
 
@@ -44,6 +44,7 @@ class Setup:
     # may differ.
     match_share: float = 1.0
     routing: Routing = UNIFORM  # of tokens to experts
+    prefill_chunk: int = PREFILL_CHUNK
     # Models are as serving engines run them; otherwise as our own engine does.
     is_served: bool = False
 
@@ -371,26 +372,29 @@ def prefill_s(
     ranks: int,
     prompt_len: int,
     rows: int = 1,
-    chunk: int = PREFILL_CHUNK,
+    chunk: int | None = None,
 ) -> float:
-    """Return the seconds in which a model reads prompts, all of the same length, in chunks of so
-    many tokens.
+    """Return the seconds in which a model reads prompts of `rows` rows, all of the same length, in
+    chunks of so many tokens of each; None: as the setup says.
     """
     size, seconds = setup.element_bytes, 0.0
+    chunk = chunk or setup.prefill_chunk
     for start in range(0, prompt_len, chunk):
         tokens = min(chunk, prompt_len - start)
         seen = start + tokens / 2  # on average: a token sees those before it
+        is_last = start + tokens == prompt_len
         step = Pass(
             model,
             rows,
             tokens,
             seen,
             ranks,
-            setup.weight_bytes,
-            size,
-            size,
-            setup.weight_bytes,
-            logit_tokens=1,  # the last, which the first new token follows
+            weight_bytes=setup.weight_bytes,
+            kv_bytes=size,
+            activation_bytes=size,
+            head_bytes=setup.weight_bytes,
+            # The first new token follows the last of the prompt.
+            logit_tokens=1 if is_last or setup.hardware.stack.discards_logits else 0,
             chooses=False,
             routing=setup.routing,
         )

@@ -53,6 +53,8 @@ class Stack:
     # The matmuls of published tables (matmuls.py) and this overhead of a layer replace what a
     # machine was calibrated for, which belongs to another software; None: as calibrated.
     layer_us: float | None = None
+    # A chunk of a prompt that is not its last computes logits as well, which are not read.
+    discards_logits: bool = False
     # Matmuls of up to so many rows with quantized weights decode them for each row, on vector
     # units.
     vector_rows: int = 0
@@ -84,6 +86,7 @@ _VLLM: dict[str, Any] = {
     "splits_verification": "hopper",
     "is_ragged": True,
     "layer_us": _SERVED_LAYER_US,
+    "discards_logits": True,
 }
 STACKS = {
     stack.name: stack
@@ -108,7 +111,13 @@ STACKS = {
         Stack("vllm-triton", **_VLLM | {"splits_verification": "never"}, host=_SYNCHRONOUS_LOOKUP),
         # FlashInfer and FlashAttention-3, the defaults on NVIDIA's cards, split all. Attention in
         # Triton does since sgl-project/sglang#27382 (June 2026).
-        Stack("sglang", is_ragged=True, layer_us=_SERVED_LAYER_US, host=_SERVED),
+        Stack(
+            "sglang",
+            is_ragged=True,
+            layer_us=_SERVED_LAYER_US,
+            discards_logits=True,
+            host=_SERVED,
+        ),
         Stack("llama.cpp", is_ragged=True, vector_rows=8),
         Stack("mlx", is_ragged=True, vector_rows=16),
     )

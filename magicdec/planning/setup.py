@@ -13,7 +13,7 @@ from magicdec.config.registry import DRAFTS
 from magicdec.config.scenario_settings import Assumed
 from magicdec.costmodel.hardware import CPU, Hardware, configured, device_in, unknown
 from magicdec.costmodel.memory_estimate import Memory, memory
-from magicdec.costmodel.round import Setup
+from magicdec.costmodel.round import PREFILL_CHUNK, Setup
 from magicdec.costmodel.stacks import OWN_STACK
 from magicdec.errors import UserError
 from magicdec.measure.ceilings import matmul_rate, read_bandwidth
@@ -98,6 +98,7 @@ def held(plan: Plan, num_rows: int, context_len: int) -> Memory:
 
 def _setup(plan: Plan, hardware: Hardware, draft: DraftConfig) -> Setup:
     config = plan.config
+    chunk = config.batch.prefill_chunk
     return Setup(
         target=plan.target.config,
         hardware=hardware,
@@ -109,5 +110,6 @@ def _setup(plan: Plan, hardware: Hardware, draft: DraftConfig) -> Setup:
         target_path=config.target.path,
         element_bytes=plan.dtype.itemsize,
         stored_weight_bytes=plan.weight_bytes,
+        prefill_chunk=PREFILL_CHUNK if chunk == "auto" else chunk,
         is_served=plan.predicts or not config.engine.has_our_drafts,
     )

@@ -45,6 +45,18 @@ def test_a_prefill_computes_the_logits_of_its_last_token_alone(setup):
     assert added == pytest.approx(reading, rel=0.01)
 
 
+@pytest.mark.parametrize(("stack", "heads_read"), [("magicdec", 1), ("vllm-2025", 4)])
+def test_a_prefill_in_chunks_reads_the_head_once_and_discarded_logits_in_each(
+    setup, stack, heads_read
+):
+    """2,000 tokens in 4 chunks: our engine decides once, vLLM computes logits in each chunk."""
+    at = setup(stack, count=1).at(prefill_chunk=500)
+    small, large = (replace(at.target, vocab_size=size) for size in (1_000, 128_000))
+    added = prefill_s(at, large, 1, 2_000) - prefill_s(at, small, 1, 2_000)
+    reading = 127_000 * at.target.hidden_size * BF16 / at.hardware.bandwidth
+    assert added == pytest.approx(heads_read * reading, rel=0.01)
+
+
 def test_a_step_of_modules_is_a_layer_behind_a_matrix(setup):
     """However many modules there are: a step runs one of them."""
     one, two = (

@@ -485,6 +485,20 @@ def test_a_step_is_compared_with_its_limit(setup):
     assert limit_metrics(at, 3, measured) == {"limit/target_decode": pytest.approx(0.5, rel=0.02)}
 
 
+def test_the_limit_of_a_prefill_reads_weights_once_for_all_rows(setup):
+    """A pass over 32 x 128 tokens of Llama-3.1-8B is bound by the FLOPs of 7.0 billion weights in
+    its layers; a pass for each row would read them 32 times.
+    """
+    at = setup(hardware="h100", batch=32, context=128)
+    flops_ms = 1e3 * 32 * 128 * 2 * 6.98e9 / at.hardware.device.flops
+    limit = limit_metrics(at, 3, {"autoregressive/time_to_first_token_ms": 100.0})
+    assert limit["limit/prefill"] * 100.0 == pytest.approx(flops_ms, rel=0.15)
+    assert (
+        setup_of(as_run("NVIDIA H200", "cuda", "batch.prefill_chunk=96", *LLAMA)).prefill_chunk
+        == 96
+    )
+
+
 @pytest.mark.parametrize("policy", ["quest", "topk", "quantized", "verify_guided"])
 def test_a_limit_knows_no_slow_kernels(setup, policy):
     """The H200's kernels take up to 15 times as long as their bytes; an H100's are not measured."""
