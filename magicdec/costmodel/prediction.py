@@ -17,7 +17,7 @@ from magicdec.costmodel.growth import kv_share, remarks
 from magicdec.costmodel.memory_estimate import Memory, memory
 from magicdec.costmodel.roofline import arithmetic_intensity
 from magicdec.costmodel.round import RoundTimes, Setup, round_times, steps_per_selection
-from magicdec.costmodel.speedup import batch_speedup, break_even_alpha, round_tokens
+from magicdec.costmodel.speedup import batch_speedup, break_even_alpha, round_tokens, row_rounds
 from magicdec.errors import UserError
 from magicdec.units import GIB, both_speedups
 
@@ -43,29 +43,44 @@ class AtGamma:
     times: RoundTimes
     alpha: float | None  # of the rounds that propose
     proposes: float = 1.0  # the share of rounds that do
+    generate_len: int = 0  # new tokens of a row; 0: so many that the last round does not count
 
     @property
     def gamma(self) -> int:
         """Return the tokens proposed per round."""
         return self.times.gamma
 
+    @cached_property
+    def tokens_per_round(self) -> float | None:
+        """Return the tokens that a row takes of a round, on average: of its last round only those
+        that were missing. None without an alpha.
+        """
+        if self.alpha is None:
+            return None
+        if self.generate_len < 2:
+            return round_tokens(self.gamma, self.alpha, self.proposes)
+        tokens = self.generate_len - 1  # the prefill gives the first
+        return tokens / row_rounds(self.gamma, self.alpha, tokens, self.proposes)
+
     @property
     def speedup(self) -> float | None:
         """Return T_T over T_SD; None without an alpha."""
-        if self.alpha is None:
-            return None
-        return self.times.speedup(round_tokens(self.gamma, self.alpha, self.proposes))
+        tokens = self.tokens_per_round
+        return None if tokens is None else self.times.speedup(tokens)
 
     @property
     def time_per_token_s(self) -> float:
         """Return T_SD: seconds per token of a row. Raise UserError without an alpha."""
-        if self.alpha is None:
+        tokens = self.tokens_per_round
+        if tokens is None:
             raise UserError("a speculative time per token needs an alpha")
-        return self.times.round_s / round_tokens(self.gamma, self.alpha, self.proposes)
+        return self.times.round_s / tokens
 
     @property
     def break_even_alpha(self) -> float | None:
-        """Return the alpha from which speculation pays; None where it never does."""
+        """Return the alpha from which speculation of long outputs pays; None where it never
+        does.
+        """
         steps = self.times.round_s / self.times.target.total
         return break_even_alpha(self.gamma, steps, self.proposes)
 
@@ -222,7 +237,9 @@ def predict(
     # What runs have measured is a mean over all of their rounds, with a match or without.
     is_of_all = setup.draft.is_model or (estimate is not None and estimate.is_measured)
     proposes = 1.0 if is_of_all else setup.match_share
-    by_gamma = tuple(AtGamma(round_times(setup, gamma), given, proposes) for gamma in gammas)
+    by_gamma = tuple(
+        AtGamma(round_times(setup, gamma), given, proposes, generate_len) for gamma in gammas
+    )
     return Prediction(setup, estimate, by_gamma, generate_len, batches, budgets)
 
 

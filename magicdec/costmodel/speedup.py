@@ -6,6 +6,8 @@ average. Times are in any one unit, the same throughout. The model is that of Ma
 2408.11049, section 3), which follows Leviathan et al. (arXiv 2211.17192). Pure functions of floats.
 """
 
+from functools import lru_cache
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -45,6 +47,19 @@ def round_tokens(gamma: int, alpha: float, proposes: float = 1.0) -> float:
     return 1 + proposes * (omega(gamma, alpha) - 1)
 
 
+@lru_cache(maxsize=4096)  # plans ask again for each batch and budget
+def row_rounds(gamma: int, alpha: float, num_tokens: int, proposes: float = 1.0) -> float:
+    """Return the mean number of rounds until one row has `num_tokens`, of which the last round may
+    yield more than are missing.
+    """
+    yields = _yields(gamma, alpha, proposes)
+    # rounds[gamma + 1 + n] for n missing tokens; a round that yields more than that is the last.
+    rounds = np.zeros(gamma + 1 + num_tokens + 1)
+    for end in range(gamma + 2, rounds.size):
+        rounds[end] = 1 + yields @ rounds[end - 1 : end - gamma - 2 : -1]
+    return float(rounds[-1])
+
+
 def batch_rounds(
     gamma: int, alpha: float, num_rows: int, num_tokens: int, proposes: float = 1.0
 ) -> float:
@@ -78,11 +93,17 @@ def batch_speedup(
     return num_tokens * target / (rounds * one_round)
 
 
+def _yields(gamma: int, alpha: float, proposes: float) -> NDArray[np.float64]:
+    """Return the probabilities that a round yields 1 .. gamma + 1 tokens."""
+    stopped = [alpha**k * (1 - alpha) for k in range(gamma)]
+    yields = proposes * np.array([*stopped, alpha**gamma])
+    yields[0] += 1 - proposes
+    return yields
+
+
 def _finished_by(gamma: int, alpha: float, num_tokens: int, proposes: float) -> NDArray[np.float64]:
     """Return P(a row has its tokens after r rounds) for r = 1 .. num_tokens."""
-    stopped = [alpha**k * (1 - alpha) for k in range(gamma)]
-    yields = proposes * np.array([*stopped, alpha**gamma])  # of 1 .. gamma + 1 tokens
-    yields[0] += 1 - proposes
+    yields = _yields(gamma, alpha, proposes)
     left = np.zeros(num_tokens + 1)  # distribution of the tokens still missing
     left[num_tokens] = 1.0
     finished = np.empty(num_tokens)

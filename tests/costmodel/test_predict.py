@@ -37,13 +37,25 @@ def test_rounds_of_a_lookup_without_a_match_yield_one_token(setup):
     )
     assert none.best.speedup < 1
     assert none.best.break_even_alpha is None
-    assert some.best.speedup == pytest.approx(some.best.times.speedup(1 + 0.3 * 0.875))
     assert some.speedup_wall(some.best) < some.best.speedup
+    some = predict(setup(draft=PromptLookup(), match_share=0.3), (3,), alpha=0.5)
+    assert some.best.speedup == pytest.approx(some.best.times.speedup(1 + 0.3 * 0.875))
     of_runs = AlphaEstimate(0.5, "runs", is_measured=True)
     known = predict(setup(draft=PromptLookup(), match_share=0.3), (3,), alpha=of_runs)
     assert known.best.speedup == pytest.approx(known.best.times.speedup(1.875))
     own = predict(setup(match_share=0.3), (3,), alpha=0.5)
     assert own.best.speedup == pytest.approx(own.best.times.speedup(1.875)), "a model proposes"
+
+
+@pytest.mark.parametrize(("generate_len", "cut"), [(32, 1.050), (64, 1.025)])
+def test_the_last_round_of_a_row_is_cut_at_its_length(setup, generate_len, cut):
+    """A row alone is a batch of one. Omega, of rounds without an end, says 5% more at 32 tokens."""
+    prediction = predict(setup(batch=1), (4,), 0.8, generate_len=generate_len)
+    at = prediction.best
+    endless = predict(setup(batch=1), (4,), 0.8).best
+    assert at.speedup == pytest.approx(prediction.speedup_wall(at))
+    assert endless.speedup == pytest.approx(cut * at.speedup, rel=0.002)
+    assert at.time_per_token_s == pytest.approx(at.times.target.total / at.speedup)
 
 
 def test_speedup_grows_with_alpha_and_so_does_the_best_gamma(setup):

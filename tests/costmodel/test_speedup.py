@@ -68,6 +68,18 @@ def test_break_even_is_where_speedup_crosses_one(gamma, target, draft, verify):
         assert speedup.speedup(gamma, alpha, target, draft, verify) == pytest.approx(1.0, abs=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("gamma", "alpha", "proposes"), [(4, 0.8, 1.0), (5, 0.95, 1.0), (3, 0.7, 0.4), (2, 1.0, 1.0)]
+)
+def test_the_rounds_of_one_row_are_those_of_a_batch_of_one(gamma, alpha, proposes):
+    for num_tokens in (1, 2, 31, 64):
+        rounds = speedup.row_rounds(gamma, alpha, num_tokens, proposes)
+        assert rounds == pytest.approx(
+            speedup.batch_rounds(gamma, alpha, 1, num_tokens, proposes), rel=1e-9
+        )
+    assert speedup.row_rounds(2, 1.0, 7) == 3, "of 3, 3 and 1 tokens"
+
+
 def test_a_round_without_proposals_yields_one_token():
     assert speedup.round_tokens(3, 0.5, 0.3) == pytest.approx(1 + 0.3 * (0.5 + 0.25 + 0.125))
     assert speedup.round_tokens(3, 0.5, 0.0) == 1
