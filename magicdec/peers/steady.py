@@ -8,11 +8,9 @@ requests take part in each, so that its time is the same for all of them.
 
 from collections.abc import Sequence
 from itertools import pairwise
-from math import exp, log, pi, sqrt
+from math import exp
 from statistics import fmean, median
 from typing import NamedTuple, cast
-
-import numpy as np
 
 from magicdec.measure.intervals import MIN_REPEATS, Estimate
 from magicdec.peers.answer import EndpointRequest
@@ -26,7 +24,6 @@ MIN_ROUNDS = 8  # of each request, within the window
 LONGER = 4  # factor by which a second try's answers are longer
 BLOCKS = 8  # parts of the window, whose times make the interval
 ROUNDS_OF_BLOCK = 4  # at least, of each request
-MEDIAN = sqrt(pi / 2)  # standard error of a median over that of a mean, of normal errors
 # Rounds to a chunk: with fewer, a round has several chunks; with so many more, a chunk has several
 # rounds.
 ABOUT_ALL = 0.9
@@ -54,8 +51,7 @@ class Burst(NamedTuple):
         """Return the 95% interval of `step_ms`; None for too few parts of the window."""
         if len(self.blocks_ms) < MIN_REPEATS:
             return None
-        logs = MEDIAN * np.log(self.blocks_ms)
-        return [exp(end) for end in Estimate(log(self.step_ms), repeats_K=logs).ends]
+        return [exp(end) for end in Estimate.of_median(self.blocks_ms).ends]
 
 
 async def steady(

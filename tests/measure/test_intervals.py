@@ -38,13 +38,33 @@ def test_acceptance_where_gamma_varies():
     assert found["acceptance_length_ci95"][0] < 1 + 42 / 56 < found["acceptance_length_ci95"][1]
 
 
-def test_speedup_of_equal_rows_is_a_t_interval_of_log_ratios():
+def test_speedup_of_equal_rows_is_a_t_interval_around_the_median_log_ratio():
     plain, fast = np.full((3, 4), 3.0), np.repeat([[1.0], [1.5], [2.0]], 4, axis=1)
-    logs = np.log([3.0, 2.0, 1.5])
-    expected = stats.t.interval(0.95, 2, logs.mean(), stats.sem(logs))
+    error = sqrt(np.pi / 2 * 3 / (2 + np.pi / 2)) * stats.sem(np.log([3.0, 2.0, 1.5]))
+    expected = stats.t.interval(0.95, 2, np.log(2.0), error)
     found = speedup_intervals(plain, fast, plain[:, 0], fast[:, 0])
     assert found["speedup_ci95"] == pytest.approx(np.exp(expected), rel=1e-4)
     assert found["speedup_wall_ci95"] == pytest.approx(np.exp(expected), rel=1e-4)
+
+
+@pytest.mark.parametrize(("count", "too_large"), [(3, 0), (5, 0), (4, 0.08), (15, 0)])
+def test_the_error_of_a_median_over_that_of_a_mean(count, too_large):
+    errors = np.random.default_rng(0).normal(size=(100_000, count))
+    simulated = np.median(errors, axis=1).std() * sqrt(count)
+    assert simulated * 0.985 < intervals.median_error(count) < simulated * (1.015 + too_large)
+
+
+def test_intervals_hold_the_median_that_a_run_reports_where_few_repeats_are_disturbed():
+    """4 of 20 repeats are slow on one side; the mean of logs is far from the median of 1.5."""
+    disturbed = np.r_[np.full(16, 1.0), np.full(4, 2.0)]
+    plain = np.random.default_rng(0).normal(1.5, 0.002, 20)
+    found = speedup_intervals(
+        *(np.repeat(t[:, None], 4, 1) for t in (plain, disturbed)), plain, disturbed
+    )
+    reported = np.median(plain / disturbed)
+    for low, high in found.values():
+        assert low < reported < high
+        assert sqrt(low * high) == pytest.approx(reported)
 
 
 def test_speedup_without_noise_is_a_jackknife_over_rows():
