@@ -56,6 +56,8 @@ class Matrices:
     # Of an element, scales included, as the checkpoint stores it; None: as all weights are.
     stored_bytes: Bytes | None = None
     places: Stretches = ()  # the layers that have as many of them each; (): not told apart
+    in_mlp: bool = False  # of an MLP, not of attention or a state
+    is_replicated: bool = False  # each rank has them whole
 
     @property
     def elements(self) -> int:
@@ -69,7 +71,9 @@ class Matrices:
         return replace(self, number=number, places=places)
 
     def shared_by(self, ranks: int) -> "Matrices":
-        """Return one rank's share: the longer side is divided."""
+        """Return one rank's share: the longer side is divided, unless they are replicated."""
+        if self.is_replicated:
+            return self
         if self.outputs >= self.inputs:
             return replace(self, outputs=-(-self.outputs // ranks))
         return replace(self, inputs=-(-self.inputs // ranks))

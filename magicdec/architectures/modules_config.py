@@ -136,9 +136,10 @@ class ModulesConfig(ModelConfig):
     @property
     @override
     def gated_features(self) -> int:
-        inward = (matrix for matrix in self.matrices if matrix.outputs == self.hidden_size)
+        # The second matrix of each MLP reads them.
+        second = (m for m in self.matrices if m.in_mlp and m.outputs == self.hidden_size)
         return sum(
-            matrix.number * matrix.inputs * max(1, matrix.experts_per_token) for matrix in inward
+            matrix.number * matrix.inputs * max(1, matrix.experts_per_token) for matrix in second
         )
 
     @property

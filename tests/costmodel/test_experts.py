@@ -42,6 +42,34 @@ def test_the_share_of_the_kv_cache_is_what_others_count(target):
     assert kv / sum(op.number * op.bytes for op in ops) == pytest.approx(SHARES[target], abs=0.01)
 
 
+@pytest.mark.parametrize(
+    ("target", "features"),
+    [
+        ("llama-3.1-8b", 32 * 14_336),
+        ("qwen3-30b-a3b", 48 * 8 * 768),
+        ("gpt-oss-20b", 24 * 4 * 2880),  # whose attention is wider than the model
+        ("deepseek-v3", 3 * 18_432 + 58 * (8 + 1) * 2048),
+    ],
+)
+def test_what_passes_an_activation_function_is_the_input_of_an_mlps_second_matrix(target, features):
+    plain = json.loads((TARGETS / f"{target}.json").read_text())
+    modules = describe(plain, target, "transformers", runs=False)
+    assert modules.as_predicted().gated_features == features
+
+
+def test_ranks_keep_projections_to_latents_and_routers_whole():
+    """Of DeepSeek-V3: 61 layers from 7,168 features to latents of 1,536 and 576, and 58 routers to
+    256 experts.
+    """
+    matrices = described("deepseek-v3").matrices
+    part = described("deepseek-v3").shared_by(8).matrices
+    assert len(part) == len(matrices)
+    whole = sum(one.elements for one, of_all in zip(part, matrices, strict=True) if one == of_all)
+    assert whole == 61 * 7168 * (1536 + 576) + 58 * 7168 * 256
+    divided = sum(one.elements for one in part) - whole
+    assert divided == (sum(one.elements for one in matrices) - whole) / 8
+
+
 @pytest.mark.parametrize("target", SHARES)
 def test_ranks_divide_what_a_step_reads(target):
     """Layers' weights, and keys and values of heads; latents are whole on each rank."""

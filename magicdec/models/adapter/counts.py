@@ -28,6 +28,9 @@ EXPERTS_PER_TOKEN = "magicdec_experts_per_token"  # an attribute of experts that
 LINEAR_STATES = ("conv_states", "recurrent_states")
 ENTRIES = {"keys", "values", "indexer_keys", *LINEAR_STATES}  # tensors of a cache that are counted
 EXCLUDED = ("modules_to_not_convert", "ignore", "ignored_layers", "exclude_modules")
+# Matrices to and from which all heads share latents, and the scorer of sparse attention: engines
+# keep them whole on each rank.
+REPLICATED, INDEXER = {"q_a_proj", "kv_a_proj_with_mqa"}, "indexer"
 SCALE_OF_32 = 1 / 32  # of MXFP4: a byte for 32 weights
 SCALE_OF_16 = 1 / 16  # of NVFP4: a byte for 16 weights
 SCALE_OF_BLOCK = 4 / 128**2  # of FP8
@@ -112,13 +115,23 @@ def matrices_of(
     if hasattr(model, "get_output_embeddings"):
         outside.add(id(model.get_output_embeddings().weight))
     for name, module in model.named_modules():
+        owner = model.get_submodule(name.rpartition(".")[0])
+        # Attention and layers with states know their place in the cache.
+        in_mlp = not (hasattr(owner, "layer_idx") or hasattr(module, "layer_idx"))
         least = 3 if hasattr(module, EXPERTS_PER_TOKEN) else 2  # without the biases of experts
         for weight in module.parameters(recurse=False):
             if weight.dim() >= least and id(weight) not in outside:
-                kind = _matrix(name, module, weight, stored.of(name, module))
+                kind = _matrix(name, module, weight, stored.of(name, module), in_mlp)
                 kinds.setdefault(kind, []).append(place_of.get(id(module)))
+    experts = {kind.experts for kind in kinds if kind.experts}
     return tuple(
-        replace(kind, number=len(places), places=_stretches(places))
+        replace(
+            kind,
+            number=len(places),
+            places=_stretches(places),
+            # What chooses among experts is whole, too.
+            is_replicated=kind.is_replicated or (kind.in_mlp and kind.outputs in experts),
+        )
         for kind, places in kinds.items()
     )
 
@@ -129,16 +142,28 @@ def _stretches(places: Sequence[int | None]) -> Stretches:
     return stretches(known) if len(known) == len(places) else ()
 
 
-def _matrix(name: str, module: nn.Module, weight: Tensor, stored_bytes: float | None) -> Matrices:
+def _matrix(
+    name: str, module: nn.Module, weight: Tensor, stored_bytes: float | None, in_mlp: bool
+) -> Matrices:
     short = name.rpartition(".")[2]
     if hasattr(module, EXPERTS_PER_TOKEN):
         experts, outputs, inputs = weight.shape
         if getattr(module, "is_transposed", False):
             outputs, inputs = inputs, outputs
         taken = int(getattr(module, EXPERTS_PER_TOKEN))
-        return Matrices(short, 1, inputs, outputs, experts, taken, stored_bytes=stored_bytes)
+        return Matrices(
+            short, 1, inputs, outputs, experts, taken, stored_bytes=stored_bytes, in_mlp=True
+        )
     rows, *others = weight.shape
-    return Matrices(short, 1, torch.Size(others).numel(), rows, stored_bytes=stored_bytes)
+    return Matrices(
+        short,
+        1,
+        torch.Size(others).numel(),
+        rows,
+        stored_bytes=stored_bytes,
+        in_mlp=in_mlp,
+        is_replicated=short in REPLICATED or INDEXER in name.split("."),
+    )
 
 
 READS_OF_A_NUMBER = (
