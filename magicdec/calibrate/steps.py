@@ -10,11 +10,13 @@ from typing import Any, NamedTuple
 from magicdec.architectures.model_config import ModelConfig
 from magicdec.config.groups import Efficiency
 from magicdec.config.load import compose
+from magicdec.config.registry import POLICIES
 from magicdec.costmodel.hardware import CPU, Hardware, configured, device_in
 from magicdec.costmodel.roofline import BF16
 from magicdec.costmodel.stacks import OWN_STACK
 from magicdec.costmodel.tables import Row
 from magicdec.errors import UserError
+from magicdec.inputs.rules import parse
 from magicdec.measure.ceilings import matmul_rate, read_bandwidth
 from magicdec.planning import build
 from magicdec.planning.resolve import resolve
@@ -74,12 +76,15 @@ def profile_rows(
             f"draft={draft['name']} with draft.quantization={draft['quantization']}: a calibration"
             " needs draft=self or draft=model, unquantized"
         )
+    facts = POLICIES[cache["policy"]].facts
+    keys = [key for key in ("policy", "budget", *facts.own_keys()) if key in cache]
     common = {
         "target": config["target"]["name"],
         "draft": draft["model"]["name"] if draft["name"] == "model" else draft["name"],
         "policy": cache["policy"],
         "hardware": config["hardware"]["name"],
         "kv_budget": cache["budget"],
+        "cache": parse(facts, {key: cache[key] for key in keys}, "cache"),
         "element_bytes": ELEMENT_BYTES[config["hardware"]["dtype"]],
         "weight_bytes": weight_bytes,
     }

@@ -180,7 +180,7 @@ def _errors(
     prompt_s = prefill_s(now, now.target, now.ranks, row.prompt_len)
     predicted = {
         "target": times.target.total + row.prefills * prompt_s,
-        "draft": row.gamma * (times.draft.total + times.select.total),
+        "draft": row.gamma * times.steps(now.cache)["draft"].total,
         "verify": times.verify.total,
         "round": times.round_s,
         "prefill": prompt_s,

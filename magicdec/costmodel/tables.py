@@ -50,6 +50,7 @@ class Row:
     speedup: float | None = None
     element_bytes: float = BF16  # of weights, keys, values and activations
     weight_bytes: float | None = None  # of weights that are kept in fewer
+    cache: CacheConfig | None = None  # with keys of its own; None: the policy's usual ones
     prompt_len: int = 0  # of the prompts that a server prefills
     prefill_ms: float | None = None  # one prompt alone
     prefills: float = 0.0  # of others' prompts in the time of an autoregressive step
@@ -74,7 +75,9 @@ class Row:
             )
         unlimited = self.kv_budget is None or self.kv_budget < 0  # the reference's -1
         cache: CacheConfig = POLICIES["full"].facts(budget=self.context_len)
-        if not unlimited:
+        if self.cache is not None:
+            cache = self.cache
+        elif not unlimited:
             cache = POLICIES[self.policy].facts(budget=int(self.kv_budget or 0))
         return Setup(
             target=model(self.target),

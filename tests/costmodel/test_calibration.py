@@ -1,14 +1,16 @@
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import yaml
 
 from magicdec.calibrate.steps import profile_rows
+from magicdec.config.registry import POLICIES
 from magicdec.costmodel import hardware
-from magicdec.costmodel.calibration import calibrate, to_yaml, uncalibrated
-from magicdec.costmodel.round import round_times
+from magicdec.costmodel.calibration import calibrate, errors_of, to_yaml, uncalibrated
+from magicdec.costmodel.hardware import hardware_named
+from magicdec.costmodel.round import Setup, round_times
 from magicdec.costmodel.tables import Row
 from magicdec.errors import UserError
 
@@ -185,3 +187,26 @@ def test_a_profile_run_becomes_rows(model):
             UserError, match="a calibration needs draft=self or draft=model, unquantized"
         ):
             profile_rows(config | {"draft": config["draft"] | draft}, [point])
+
+
+@pytest.mark.parametrize(
+    ("policy", "changes"), [("quest", {"page_size": 64}), ("verify_guided", {"refresh": 4})]
+)
+def test_a_profile_of_a_policy_is_fitted_as_it_was_timed(model, policy, changes):
+    """With the keys of its policy, and a draft step with the selection that the step makes."""
+    cache = POLICIES[policy].facts(budget=512, **changes)
+    at = Setup(model("llama-3.1-8b"), hardware_named("h200"), 8, 4096, cache=cache)
+    times = round_times(at, 3)
+    steps = times.steps(cache)
+    point = {"batch_size": 8, "context_len": 4096, "gamma": 3}
+    point |= {f"time/{name}_ms": 1e3 * step.total for name, step in steps.items()}
+    point |= {"time/round_ms": 1e3 * times.round_s}
+    config = {
+        "target": {"name": "llama-3.1-8b"},
+        "draft": {"name": "self", "model": None, "quantization": "none"},
+        "cache": asdict(cache),
+        "hardware": {"name": "h200", "dtype": "bfloat16"},
+    }
+    (row,) = profile_rows(config, [point])
+    errors = errors_of(at.hardware, row, model)
+    assert errors == pytest.approx(dict.fromkeys(("target", "draft", "verify", "round"), 0.0))
