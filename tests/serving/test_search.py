@@ -1,6 +1,7 @@
 """The highest load within a bound, against thresholds that are known."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -9,7 +10,8 @@ from hypothesis import strategies as st
 from magicdec.config.load import compose
 from magicdec.config.scenario_settings import LOWEST_RATE
 from magicdec.errors import UserError
-from magicdec.serving.load_generator import NEAR, highest, keeps
+from magicdec.serving.load_generator import NEAR, highest, keeps, latency_metrics, load_metrics
+from magicdec.serving.request import Stats
 
 SEARCH = ["scenario=serve", "scenario.latency_ms=100"]
 
@@ -72,7 +74,8 @@ def test_a_search_among_no_rates_is_a_mistake():
     [
         ({}, True),
         ({"a/ttft_p99": 50.1}, False),
-        ({"a/ttft_p99": math.nan}, False),
+        ({"a/ttft_p99": math.nan}, True),  # of no request
+        ({"a/ttft_p99": None}, True),  # the same, as it is stored
         ({"a/ttft_p50": 1e9}, True),
         ({"a/failed_requests": 1}, False),
         ({"b/failed_requests": 1}, True),
@@ -82,6 +85,20 @@ def test_a_search_among_no_rates_is_a_mistake():
 def test_bounds(changes, kept):
     metrics = {"a/ttft_p99": 50.0, "a/ttft_p50": 1.0, "a/tpot_p99": 7.0} | changes
     assert keeps(metrics, "a", 99, {"ttft": 50.0, "tpot": None}) is kept
+
+
+def test_answers_of_one_token_are_good_and_keep_a_bound_of_the_time_per_token():
+    """They have no time per output token."""
+    answers = [
+        Stats(8, 1, 0.01, None, 0.01, [], proposed=0, accepted=0, acceptance_rate=None,
+              acceptance_length=None)
+    ] * 4  # fmt: skip
+    found = load_metrics(answers, 2.0, latency_ms=5.0)
+    assert found["goodput_rps"] == 4 / 2.0
+    figures = {f"a/{name}": value for name, value in found.items()}
+    assert keeps(figures, "a", 99, {"time_per_output_token_ms": 5.0}) is True
+    unanswered = replace(answers[0], time_to_first_token_s=None, request_latency_s=None)
+    assert latency_metrics([*answers, unanswered])["time_to_first_token_ms"] == pytest.approx(10.0)
 
 
 def test_a_latency_without_figures_does_not_keep_its_bound():
