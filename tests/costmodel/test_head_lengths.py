@@ -7,8 +7,9 @@ from statistics import median
 import pytest
 
 from magicdec.config.load import compose
-from magicdec.config.omega import alpha_from_acceptance_length, omega
+from magicdec.config.omega import alpha_from_acceptance_length
 from magicdec.costmodel.head_lengths import TABLE, published_alpha
+from magicdec.costmodel.speedup import batch_rounds
 from magicdec.errors import UserError
 from magicdec.planning.acceptances import assumed_alpha
 from magicdec.planning.resolve import resolve
@@ -58,7 +59,9 @@ def test_a_prediction_takes_published_acceptance_and_nothing_else(tmp_path):
     keys = [*KEYS, "scenario=predict", f"draft.acceptance={HEAD}", f"runs_dir={tmp_path}"]
     found = predict.predicted(resolve(compose(keys)))
     assert found.estimate == published_alpha(HEAD)
-    assert found.best.speedup == found.best.times.speedup(omega(found.best.gamma, found.best.alpha))
+    best, tokens = found.best, found.generate_len - 1
+    rounds = batch_rounds(best.gamma, found.estimate.alpha, 1, tokens)
+    assert best.speedup == pytest.approx(best.times.speedup(tokens / rounds))
     given = compose([*keys, "scenario.alpha=0.5"])
     assert assumed_alpha(given, given.scenario).alpha == 0.5
 

@@ -231,7 +231,7 @@ def test_a_plan_shows_what_is_not_known_at_every_batch():
     console.print(planned(*keys, "scenario.batch_sizes=[16,32,128]", "scenario.save_as=null").view)
     shown = console.file.getvalue()
     assert re.search(
-        r"32 +llama-3.2-1b +streaming 512 +3 +[\d,]+ +[\d.]+ +1\.46x \| 1\.\d\dx", shown
+        r"32 +llama-3.2-1b +streaming 512 +3 +[\d,]+ +[\d.]+ +1\.44x \| 1\.\d\dx", shown
     )
     heading, _, *rows = shown[shown.index("by batch") :].splitlines()[2:10]
     assert heading.split() == ["draft", "cache", "16", "32", "128"]
