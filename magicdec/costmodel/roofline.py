@@ -179,7 +179,7 @@ def operators(forward: Pass, hardware: Hardware) -> list[Operator]:
         elementwise("rope_append", 1, 4 * rotated),
         elementwise("gate", 1, 3 * model.gated_features),
         *([head] if tokens else ()),
-        elementwise("choice", 1, passes * vocabulary),
+        elementwise("choice", 1, passes * vocabulary * tokens / forward.query_tokens),
     ]
 
 

@@ -200,8 +200,13 @@ class Setup:
         refed = self.hardware.stack.refed_tokens(is_exact, self.cache.policy)
         if refed == 1:
             return later, later
-        weight = self.moved_weight_bytes(self.batch * refed)
-        return self._draft_step(step._replace(query_tokens=refed, weight_bytes=weight)), later
+        # Only the last of them proposes.
+        first = step._replace(
+            query_tokens=refed,
+            weight_bytes=self.moved_weight_bytes(self.batch * refed),
+            logit_tokens=1,
+        )
+        return self._draft_step(first), later
 
     def block_time(self, gamma: int) -> StepTime:
         """Return the one pass in which a draft of blocks proposes gamma tokens behind the last

@@ -113,6 +113,19 @@ def test_drafts_without_exact_kv_feed_two_tokens_first(setup):
     assert round_times(snapkv, 2).draft == ours
 
 
+def test_the_first_step_of_an_independent_draft_computes_the_logits_of_one_token(setup, model):
+    """A vocabulary that is twice as large costs every draft step the same."""
+    extra = []
+    for size in (100_000, 200_000):
+        config = replace(model("llama-3.2-1b"), vocab_size=size)
+        draft = IndependentModel(model=ModelChoice("small", architecture=config))
+        target = replace(model("llama-3.1-8b"), vocab_size=size)
+        first, later = setup(target=target, draft=draft, count=1).draft_step_times
+        assert first.total > later.total
+        extra.append(first.total - later.total)
+    assert extra[0] == pytest.approx(extra[1])
+
+
 def test_independent_drafts_run_on_all_ranks_and_the_references_on_at_most_four(setup, model):
     def ranks(name, count, tensor_parallel=None, stack="reference-2024-11"):
         draft = IndependentModel(
