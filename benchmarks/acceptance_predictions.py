@@ -17,7 +17,7 @@ from page import ROOT
 from render import write_csv
 
 from magicdec.config.load import compose
-from magicdec.costmodel.acceptance import Curves, Point, published
+from magicdec.costmodel.acceptance import Curves, Point, published_points
 from magicdec.costmodel.hardware import configured, hardware_named
 from magicdec.costmodel.prediction import Prediction, predict
 from magicdec.costmodel.round import Setup
@@ -66,7 +66,7 @@ def predictions(setup: Setup, task: str) -> dict[tuple[int, int], dict[Choice, P
     """Return what is predicted of each choice, by batch and context, from the acceptances on one
     text.
     """
-    points = [point for point in published() if (point.target, point.task) == (TARGET, task)]
+    points = [point for point in published_points() if (point.target, point.task) == (TARGET, task)]
     found: dict[tuple[int, int], dict[Choice, Prediction]] = {}
     for choice in choices(points):
         cache = compose([f"cache={choice.policy}", f"cache.budget={choice.budget}"]).cache

@@ -17,7 +17,7 @@ from costmodel_scores import Compared
 from page import RESULTS
 from render import groups, read_csv, write_csv
 
-from magicdec.costmodel.acceptance import Curves, published
+from magicdec.costmodel.acceptance import Curves, published_points
 from magicdec.costmodel.comparison import acceptance_length
 from magicdec.costmodel.hardware import DEVICES, hardware_named
 from magicdec.costmodel.prediction import Prediction, predict
@@ -39,7 +39,7 @@ Line = dict[str, Any]
 @cache
 def best_gamma(row: Row) -> Prediction:
     """Return the prediction over gammas, at the acceptance that the ICLR version gives."""
-    return predict(row.setup(architecture), GAMMAS, curves=Curves(published(), row.task))
+    return predict(row.setup(architecture), GAMMAS, curves=Curves(published_points(), row.task))
 
 
 def speedups() -> Iterator[Line]:

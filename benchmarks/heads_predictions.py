@@ -22,7 +22,7 @@ from magicdec.architectures.model_config import ModelConfig
 from magicdec.architectures.mtp_config import MtpConfig
 from magicdec.config.choices import ModelChoice
 from magicdec.config.registry import DRAFTS, POLICIES
-from magicdec.costmodel.acceptance import Curves, published
+from magicdec.costmodel.acceptance import Curves, published_points
 from magicdec.costmodel.hardware import hardware_named
 from magicdec.costmodel.memory_estimate import memory
 from magicdec.costmodel.prediction import predict
@@ -110,7 +110,7 @@ def self_speculation(setup: Setup) -> Row:
     """Return self-speculation at the published acceptance of its context, or what it needs where
     none is.
     """
-    best = predict(setup, GAMMAS, curves=Curves(published(), "pg19"))
+    best = predict(setup, GAMMAS, curves=Curves(published_points(), "pg19"))
     times = best.best.times
     length = None if best.best.speedup is None else best.best.speedup / times.speedup(1.0)
     return row_of("self", setup, times, length)

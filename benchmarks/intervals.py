@@ -153,15 +153,17 @@ ACCEPTANCE = {
     "percentile bootstrap": percentile,
 }
 SPEEDUP = {
-    "rows and repeats t": lambda plain_KN, fast_KN: back(intervals.speedup(plain_KN, fast_KN)),
+    "rows and repeats t": lambda plain_KN, fast_KN: back(
+        intervals.ratio_of_rows(plain_KN, fast_KN)
+    ),
     "repeats t": lambda plain_KN, fast_KN: back(
-        intervals.speedup(plain_KN, fast_KN), rows_N=intervals.NONE
+        intervals.ratio_of_rows(plain_KN, fast_KN), rows_N=intervals.NONE
     ),
     "percentile bootstrap": percentile_of_both,
 }
 WALL = {
     "repeats t": lambda plain_KN, fast_KN: back(
-        intervals.speedup_wall(plain_KN.max(1), fast_KN.max(1))
+        intervals.ratio_of_repeats(plain_KN.max(1), fast_KN.max(1))
     ),
     "percentile bootstrap": lambda plain_KN, fast_KN: percentiles(
         np.median((plain_KN.max(1) / fast_KN.max(1))[resampled(len(plain_KN))], axis=1)
@@ -222,7 +224,7 @@ def alarms(population: Population, studies: int, rows: int, repeats: int) -> dic
     for name, other in (("the same prompts", again), ("other prompts", b)):
         wrong = 0
         for times in zip(a.plain_SKN, a.fast_SKN, other.plain_SKN, other.fast_SKN, strict=True):
-            first, second = intervals.speedup(*times[:2]), intervals.speedup(*times[2:])
+            first, second = intervals.ratio_of_rows(*times[:2]), intervals.ratio_of_rows(*times[2:])
             assert first
             assert second
             change = intervals.difference(first, second, is_paired=other is again)

@@ -141,7 +141,7 @@ class Curves:
 
 
 @cache
-def published() -> tuple[Point, ...]:
+def published_points() -> tuple[Point, ...]:
     """Return the published acceptances: those stated and, for the rest, those that the paper's
     Omega implies.
     """

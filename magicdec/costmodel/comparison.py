@@ -9,8 +9,7 @@ from typing import Any
 from magicdec.config.groups import Efficiency
 from magicdec.config.omega import omega
 from magicdec.config.options import values_of
-from magicdec.costmodel.acceptance import Curves
-from magicdec.costmodel.acceptance import published as published_points
+from magicdec.costmodel.acceptance import Curves, published_points
 from magicdec.costmodel.kernel_costs import KernelCosts
 from magicdec.costmodel.prediction import predict, verdict
 from magicdec.costmodel.round import Setup, prefill_s, round_times

@@ -82,9 +82,10 @@ class Pass(NamedTuple):
     weight_bytes: float = BF16  # of an element of a layer's matrices
     kv_bytes: float = BF16
     activation_bytes: float = BF16
-    # Of the head's weights, which are never quantized; None: as activations.
+    # Bytes of an element of the head's weights, which are never quantized; None: as activations.
     head_bytes: float | None = None
-    # Of a row's query tokens, those whose logits are computed; None: all. 0: the head is not read.
+    # The query tokens of a row whose logits are computed; None: all of them. With 0, the head is
+    # not read.
     logit_tokens: float | None = None
     chooses: bool = True  # whether the choice of tokens from the logits belongs to it
     splits: bool = True  # attention is split over the cached tokens where rows leave SMs idle

@@ -31,7 +31,7 @@ class Setup:
     hardware: Hardware
     batch: int
     context: int
-    # With a model's architecture.
+    # An independent draft has its model's architecture.
     draft: DraftConfig = field(default_factory=lambda: DRAFTS["self"].facts())
     cache: CacheConfig = field(default_factory=lambda: POLICIES["streaming"].facts(budget=512))
     target_name: str = "target"
@@ -40,8 +40,8 @@ class Setup:
     element_bytes: float = BF16
     # Of weights that are kept in fewer bytes; None: element_bytes.
     stored_weight_bytes: float | None = None
-    # Of the rounds of a lookup, those with a match. Others verify one token, in software whose rows
-    # may differ.
+    # Share of a lookup's rounds that find a match; the other rounds verify one token where the
+    # stack lets rows differ.
     match_share: float = 1.0
     routing: Routing = UNIFORM  # of tokens to experts
     prefill_chunk: int = PREFILL_CHUNK
@@ -153,18 +153,16 @@ class Setup:
     @property
     def target_pass(self) -> Pass:
         """Return one autoregressive step of the target."""
-        size = self.element_bytes
-        weight = self.weight_bytes
         return Pass(
             self.target,
             self.batch,
             1,
             self.context,
             self.ranks,
-            weight,
-            size,
-            size,
-            weight,
+            weight_bytes=self.weight_bytes,
+            kv_bytes=self.element_bytes,
+            activation_bytes=self.element_bytes,
+            head_bytes=self.weight_bytes,
             routing=self.routing,
         )
 

@@ -60,10 +60,10 @@ class Stack:
     vector_rows: int = 0
     host: Host = Host()
 
-    def refed_tokens(self, shares_target: bool, policy: str) -> int:
+    def refed_tokens(self, is_exact: bool, policy: str) -> int:
         """Return the committed tokens that the first draft step of a round feeds."""
-        exact = self.exact_kv_policies is None or policy in self.exact_kv_policies
-        return 1 if shares_target and exact else 2
+        keeps_exact = self.exact_kv_policies is None or policy in self.exact_kv_policies
+        return 1 if is_exact and keeps_exact else 2
 
     def splits(self, device: str) -> bool:
         """Return whether verification is split over the KV cache on a device."""

@@ -149,8 +149,8 @@ def speedup_intervals(
     decode the batches; {} where there are none.
     """
     estimates = {
-        "speedup_ci95": speedup(plain_KN, fast_KN),
-        "speedup_wall_ci95": speedup_wall(plain_K, fast_K),
+        "speedup_ci95": ratio_of_rows(plain_KN, fast_KN),
+        "speedup_wall_ci95": ratio_of_repeats(plain_K, fast_K),
     }
     return {
         name: [exp(end) for end in estimate.ends]
@@ -159,7 +159,7 @@ def speedup_intervals(
     }
 
 
-def speedup(plain_KN: ArrayLike, fast_KN: ArrayLike) -> Estimate | None:
+def ratio_of_rows(plain_KN: ArrayLike, fast_KN: ArrayLike) -> Estimate | None:
     """Return the log of the ratio of the rows' mean times per token, the median over repeats; None
     for too few rows or repeats.
     """
@@ -172,7 +172,7 @@ def speedup(plain_KN: ArrayLike, fast_KN: ArrayLike) -> Estimate | None:
     return Estimate.of_median(ratios_K, (without_KN - np.log(ratios_K)[:, None]).mean(0))
 
 
-def speedup_wall(plain_K: ArrayLike, fast_K: ArrayLike) -> Estimate | None:
+def ratio_of_repeats(plain_K: ArrayLike, fast_K: ArrayLike) -> Estimate | None:
     """Return the log of the ratio of the times that the same batches take, the median over repeats;
     None for too few repeats or no times.
 

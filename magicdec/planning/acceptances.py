@@ -55,7 +55,7 @@ def draft_named(config: Config, name: str) -> DraftConfig:
 def curves(config: Config) -> Curves:
     """Return the known acceptances, from the runs in the store and from publications."""
     measured = acceptance.measured(latest(iter_runs(config.runs_dir)))
-    return Curves([*measured, *acceptance.published()], acceptance.task_of(config))
+    return Curves([*measured, *acceptance.published_points()], acceptance.task_of(config))
 
 
 def warning(plan: Plan) -> str | None:
@@ -73,7 +73,7 @@ def warning(plan: Plan) -> str | None:
     except UserError:  # a machine without a datasheet
         return None
     # Runs in the store would take long to read.
-    rates = Curves(acceptance.published(), acceptance.task_of(config))
+    rates = Curves(acceptance.published_points(), acceptance.task_of(config))
     return comparison.warning(setup, config.gammas, rates, config.draft.drawn_alpha)
 
 

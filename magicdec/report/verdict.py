@@ -15,8 +15,8 @@ from magicdec.measure.intervals import (
     difference,
     half_width,
     log_ratio,
-    speedup,
-    speedup_wall,
+    ratio_of_repeats,
+    ratio_of_rows,
 )
 from magicdec.report.rows import Row
 from magicdec.tracking.run_files import GENERATION, GenerationLine, read_lines
@@ -66,8 +66,8 @@ def estimates(row: Row) -> dict[str, Estimate]:
         kept = [min(row) > 0 for row in written]
         per_token = (time[:, kept] / count for time, count in zip(seconds, counts, strict=True))
         starts = range(0, len(lines), int(row["batch.size"]))
-        ratios["speedup"] = speedup(*per_token)
-        ratios["speedup_wall"] = speedup_wall(
+        ratios["speedup"] = ratio_of_rows(*per_token)
+        ratios["speedup_wall"] = ratio_of_repeats(
             *(np.maximum.reduceat(time, starts, axis=1).sum(1) for time in seconds)
         )
     return {key: estimate for key, estimate in ratios.items() if estimate}

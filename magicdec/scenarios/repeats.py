@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from magicdec.config.scenario_settings import Compare
-from magicdec.measure.intervals import half_width, speedup_wall
+from magicdec.measure.intervals import half_width, ratio_of_repeats
 from magicdec.measure.metrics import Times
 from magicdec.scenarios.stored_units import Repeats, Unit
 from magicdec.units import WAYS
@@ -84,7 +84,7 @@ def precision(times_K: Sequence[Times]) -> float | None:
     """Return half the interval of the speedup over these repeats, as a share of it; None for too
     few repeats.
     """
-    estimate = speedup_wall(*(_seconds(times_K, way) for way in WAYS))
+    estimate = ratio_of_repeats(*(_seconds(times_K, way) for way in WAYS))
     return None if estimate is None else half_width(estimate.parts)
 
 

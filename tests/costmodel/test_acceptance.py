@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from magicdec.config.choices import ModelChoice
 from magicdec.config.registry import POLICIES
-from magicdec.costmodel.acceptance import Curves, Point, _interpolate, measured, published
+from magicdec.costmodel.acceptance import Curves, Point, _interpolate, measured, published_points
 from magicdec.costmodel.hardware import hardware_named
 from magicdec.costmodel.round import Setup
 from magicdec.costmodel.targets import architecture
@@ -195,11 +195,11 @@ def test_the_same_text_comes_first_then_own_runs():
     assert (
         alpha(Curves([*sampled, point(alpha=0.9, task="text")], "stdlib at temperature 0.7")) == 0.5
     )
-    known = [one for one in published() if one.task.startswith("ruler-qa-")]
+    known = [one for one in published_points() if one.task.startswith("ruler-qa-")]
     assert known, "the paper has two such tasks"
     one = known[0]
     of_one = asked(one.target, one.policy, one.budget, one.context_len, one.draft)
-    assert "on ruler-qa-" in Curves(published(), "ruler-qa").estimate(of_one).source
+    assert "on ruler-qa-" in Curves(published_points(), "ruler-qa").estimate(of_one).source
 
 
 @given(
@@ -217,7 +217,7 @@ def test_interpolation_never_turns_around_nor_leaves_its_points(points, at, risi
 
 
 def test_the_papers_acceptances():
-    curves = Curves(published())
+    curves = Curves(published_points())
     stated = curves.estimate(asked("llama-3.1-8b", "streaming", 512, 32_000))
     assert stated.alpha == 0.81
     assert "2408.11049" in stated.source
@@ -232,7 +232,7 @@ def test_what_the_paper_states_is_what_its_tables_imply():
 
     for row in read_table():
         if row.table == "3c":
-            stated = Curves(published()).estimate(row.setup(architecture)).alpha
+            stated = Curves(published_points()).estimate(row.setup(architecture)).alpha
             assert alpha_from_acceptance_length(row.omega, row.gamma) == pytest.approx(
                 stated, abs=0.025
             )

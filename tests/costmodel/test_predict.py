@@ -13,7 +13,7 @@ from magicdec.cache.streaming import Streaming
 from magicdec.config.choices import ModelChoice
 from magicdec.config.groups import HardwareConfig
 from magicdec.config.options import values_of
-from magicdec.costmodel.acceptance import AlphaEstimate, Curves, Point, published
+from magicdec.costmodel.acceptance import AlphaEstimate, Curves, Point, published_points
 from magicdec.costmodel.hardware import hardware_named
 from magicdec.costmodel.planner import experiment_yaml, search
 from magicdec.costmodel.prediction import critical_context, predict, verdict
@@ -65,12 +65,12 @@ def test_speedup_grows_with_alpha_and_so_does_the_best_gamma(setup):
 
 
 def test_the_acceptance_is_looked_up_where_it_is_not_given(setup):
-    assert predict(setup(), curves=Curves(published())).estimate.alpha == 0.81
-    assert predict(setup(), curves=Curves(published()), alpha=0.5).estimate.alpha == 0.5
+    assert predict(setup(), curves=Curves(published_points())).estimate.alpha == 0.81
+    assert predict(setup(), curves=Curves(published_points()), alpha=0.5).estimate.alpha == 0.5
 
 
 def test_without_acceptance_there_is_a_break_even_and_no_verdict(setup):
-    prediction = predict(setup(budget=777), curves=Curves(published()))
+    prediction = predict(setup(budget=777), curves=Curves(published_points()))
     assert prediction.best.speedup is None
     assert 0 < prediction.best.break_even_alpha < 1
     at_break_even = predict(setup(budget=777), alpha=prediction.best.break_even_alpha)
@@ -80,8 +80,8 @@ def test_without_acceptance_there_is_a_break_even_and_no_verdict(setup):
     assert f"{prediction.best.break_even_alpha:.2f}" in text
     assert prediction.known_budgets == (512,)
     assert "(cache.budget=512), or give one, such as scenario.alpha=" in text
-    assert predict(setup(budget=512), curves=Curves(published())).best.speedup is not None
-    nothing = predict(setup(policy="window"), curves=Curves(published()))
+    assert predict(setup(budget=512), curves=Curves(published_points())).best.speedup is not None
+    nothing = predict(setup(policy="window"), curves=Curves(published_points()))
     assert "Measure it with a run, or give one, such as scenario.alpha=" in verdict(nothing)
 
 
@@ -120,13 +120,15 @@ def test_the_search_for_the_critical_context_ends_wherever_it_lies(setup, monkey
 
 
 def test_the_verdict_says_why(setup):
-    slow = verdict(predict(setup(batch=48, context=4000), (1, 2), curves=Curves(published())))
+    slow = verdict(
+        predict(setup(batch=48, context=4000), (1, 2), curves=Curves(published_points()))
+    )
     assert "predicted to run at 0." in slow
     assert "at batch 48, context 4,000" in slow
     assert "S* is" in slow
-    fast = verdict(predict(setup(), curves=Curves(published())))
+    fast = verdict(predict(setup(), curves=Curves(published_points())))
     assert "decoding is bound by reading the KV cache" in fast
-    assert "does not fit" in verdict(predict(setup(batch=256), curves=Curves(published())))
+    assert "does not fit" in verdict(predict(setup(batch=256), curves=Curves(published_points())))
     many = setup(hardware="1xH100", batch=256, context=600)
     assert re.search(
         r"verification takes \d\.\d+ and is compute-bound", verdict(predict(many, (4,), alpha=0.5))
@@ -134,7 +136,7 @@ def test_the_verdict_says_why(setup):
 
 
 def test_metrics_are_flat_and_named(setup):
-    metrics = predict(setup(), curves=Curves(published())).metrics()
+    metrics = predict(setup(), curves=Curves(published_points())).metrics()
     assert metrics["predicted/speedup"] > 1
     parts = [v for k, v in metrics.items() if k.startswith("predicted/target_decode/")]
     assert sum(parts) == pytest.approx(metrics["predicted/target_decode_ms"])
@@ -193,7 +195,11 @@ def test_plans_are_ranked_by_throughput_within_the_bounds(setup, model):
     own = IndependentModel(model=ModelChoice("llama-3.2-1b", architecture=model("llama-3.2-1b")))
     drafts = SelfSpeculation(), own
     plans = search(
-        setup(hardware="8xH100"), Curves(published()), (16, 32, 64, 256), drafts, latency_ms=12.0
+        setup(hardware="8xH100"),
+        Curves(published_points()),
+        (16, 32, 64, 256),
+        drafts,
+        latency_ms=12.0,
     )
     rates = [plan.tokens_per_second for plan in plans.ranked]
     assert rates == sorted(rates, reverse=True)
@@ -211,20 +217,22 @@ def written(best, generate_len=64):
 
 
 def test_an_experiment_generates_as_many_tokens_as_were_ranked(setup):
-    (best, *_) = search(setup(context=4000), Curves(published()), (32,), generate_len=500).ranked
+    (best, *_) = search(
+        setup(context=4000), Curves(published_points()), (32,), generate_len=500
+    ).ranked
     batch = written(best, generate_len=500)["batch"]
     assert batch == {"size": 32, "context_len": 4000, "generate_len": 500}
 
 
 def test_where_nothing_pays_the_plan_is_autoregressive(setup):
-    (best, *_) = search(setup(context=4000), Curves(published()), (32,)).ranked
+    (best, *_) = search(setup(context=4000), Curves(published_points()), (32,)).ranked
     assert best.prediction is None
     assert {"override /draft": "none"} in written(best)["defaults"]
 
 
 @pytest.mark.parametrize("name", ["NVIDIA GeForce RTX 4090", "4xh100"])
 def test_a_machine_that_is_no_option_is_written_out(setup, name):
-    (best, *_) = search(setup(context=4000), Curves(published()), (32,)).ranked
+    (best, *_) = search(setup(context=4000), Curves(published_points()), (32,)).ranked
     machine = parse(HardwareConfig, values_of("hardware", "h100") | {"name": name})
     of_that_name = replace(best.setup.hardware, name=name)
     best = replace(best, setup=replace(best.setup, hardware=of_that_name))
@@ -236,7 +244,7 @@ def test_a_machine_that_is_no_option_is_written_out(setup, name):
 def test_a_draft_without_a_cache_is_one_candidate_per_batch(setup):
     caches = (Streaming(budget=512), SnapKV(budget=512))
     plans = search(
-        setup(), Curves(published()), (32, 64), (PromptLookup(), SelfSpeculation()), caches
+        setup(), Curves(published_points()), (32, 64), (PromptLookup(), SelfSpeculation()), caches
     )
     assert [p.setup.batch for p in plans.unknown if p.setup.draft.name == "ngram"] == [64, 32]
     known = Point("llama-3.1-8b", "ngram", "full", 0, 32_000, "text", 0.9, "run", settings=())
@@ -249,6 +257,6 @@ def test_mistakes_and_impossible_plans_say_why(setup):
     with pytest.raises(UserError, match=r"alpha=1\.5"):
         predict(setup(), alpha=1.5)
     with pytest.raises(UserError, match=r"latency_ms=0\.1: the fastest plan takes"):
-        search(setup(), Curves(published()), latency_ms=0.1)
+        search(setup(), Curves(published_points()), latency_ms=0.1)
     with pytest.raises(UserError, match="does not fit into the memory"):
-        search(setup(hardware="1xA100", batch=512), Curves(published()))
+        search(setup(hardware="1xA100", batch=512), Curves(published_points()))

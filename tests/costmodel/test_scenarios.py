@@ -13,7 +13,7 @@ from rich.console import Console
 
 from magicdec.cache.streaming import Streaming
 from magicdec.config.load import compose
-from magicdec.costmodel.acceptance import Curves, published
+from magicdec.costmodel.acceptance import Curves, published_points
 from magicdec.costmodel.comparison import limit_metrics, predicted_metrics, warning
 from magicdec.costmodel.comparison import published as published_values
 from magicdec.costmodel.kernel_costs import KernelCosts
@@ -441,10 +441,12 @@ def test_a_run_is_predicted_for_its_device_and_this_software(model):
 
 
 def test_a_run_that_cannot_pay_is_warned_about(setup):
-    assert "0.8" in warning(setup(context=4000), (2,), Curves(published()))
+    assert "0.8" in warning(setup(context=4000), (2,), Curves(published_points()))
     assert "never to pay" in warning(setup(context=1000, batch=1), (2,), Curves([]))
-    assert warning(setup(), (3,), Curves(published())) is None
-    assert warning(setup(budget=777), (3,), Curves(published())) is None  # unknown, but it could
+    assert warning(setup(), (3,), Curves(published_points())) is None
+    assert (
+        warning(setup(budget=777), (3,), Curves(published_points())) is None
+    )  # unknown, but it could
 
 
 def test_beside_a_run_stand_predictions_and_their_errors(setup):

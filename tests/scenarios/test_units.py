@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from magicdec import scenarios
-from magicdec.measure.intervals import half_width, speedup_wall, t_quantile
+from magicdec.measure.intervals import half_width, ratio_of_repeats, t_quantile
 from magicdec.scenarios import Job, compare
 from magicdec.scenarios.stored_units import Stored, Unit, Units
 from magicdec.tracking.reader import load_run
@@ -177,7 +177,7 @@ def test_intervals_still_cover_the_truth_where_disturbed_repeats_leave(wanted):
         if len(repeats.repeats) == 12 and seen.any():
             covered += 0.95
             continue
-        estimate = speedup_wall(walls(repeats, "autoregressive"), walls(repeats, "speculative"))
+        estimate = ratio_of_repeats(walls(repeats, "autoregressive"), walls(repeats, "speculative"))
         covered += abs(estimate.value) <= half_width(estimate.parts)
     assert 0.93 <= covered / studies <= 0.97  # 0.95, within two and a half standard errors
 
