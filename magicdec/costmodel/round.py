@@ -198,11 +198,11 @@ class Setup:
         refed = self.hardware.stack.refed_tokens(is_exact, self.cache.policy)
         if refed == 1:
             return later, later
-        # Only the last of them proposes.
+        # The last of them proposes.
         first = step._replace(
             query_tokens=refed,
             weight_bytes=self.moved_weight_bytes(self.batch * refed),
-            logit_tokens=1,
+            logit_tokens=None if self.hardware.stack.drafts_all_logits else 1,
         )
         return self._draft_step(first), later
 

@@ -55,6 +55,9 @@ class Stack:
     layer_us: float | None = None
     # A chunk of a prompt that is not its last computes logits as well, which are not read.
     discards_logits: bool = False
+    # The first draft step of a round computes the logits of all tokens that it feeds, not those of
+    # the last one alone.
+    drafts_all_logits: bool = False
     # Matmuls of up to so many rows with quantized weights decode them for each row, on vector
     # units.
     vector_rows: int = 0
@@ -82,6 +85,12 @@ _SERVED = Host(draft_step_us=100.0, row_us=75.0, round_us=700.0)
 # lookups run on the host. The same lookups on a GPU (vllm-project/vllm#29184) save 1.3 to 2.3 ms a
 # token, at one to two tokens a round.
 _SYNCHRONOUS_LOOKUP = replace(_SERVED, lookup_us=3000.0)
+# Their model.py applies the head to all tokens of every pass.
+_REFERENCE: dict[str, Any] = {
+    "draft_ranks": REFERENCE_DRAFT_RANKS,
+    "discards_logits": True,
+    "drafts_all_logits": True,
+}
 _VLLM: dict[str, Any] = {
     "splits_verification": "hopper",
     "is_ragged": True,
@@ -96,11 +105,11 @@ STACKS = {
         # tp.py shards layers but not the head; logits are written, copied (2) and read by a radix
         # top-k (2 digits and the gather); selfspec_benchmark.py samples after the verification's
         # time was taken.
-        Stack("reference-2024-08", False, 6.0, False, frozenset(), REFERENCE_DRAFT_RANKS),
+        Stack("reference-2024-08", False, 6.0, False, frozenset(), **_REFERENCE),
         # The same at commit 09cd671, which has SnapKV and Llama-3.2-1B as its H100 tables do: head
         # sharded, argmax inside the pass; SnapKV's draft takes the KV of verification,
         # StreamingLLM's does not.
-        Stack("reference-2024-11", True, 2.0, True, frozenset({"snapkv"}), REFERENCE_DRAFT_RANKS),
+        Stack("reference-2024-11", True, 2.0, True, frozenset({"snapkv"}), **_REFERENCE),
         # FlashAttention-2 splits paged attention of one token alone ("Only apply split-k for
         # decoding" in mha_varlen_fwd of its flash_api.cpp); FlashAttention-3, on Hopper, splits
         # that of several.
