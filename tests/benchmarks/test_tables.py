@@ -8,7 +8,7 @@ from races import races
 from render import DOCS, read_csv
 
 import magicdec
-from magicdec.costmodel.acceptance import published
+from magicdec.costmodel.acceptance import published_points
 from magicdec.errors import UserError
 from magicdec.tracking.sweep import record
 
@@ -107,7 +107,7 @@ def test_a_page_of_two_sweeps_takes_those_that_the_store_holds(monkeypatch, tmp_
 
 
 def test_shipped_acceptances_are_those_of_the_page():
-    shipped = {p[1:6]: p.alpha for p in published() if p.target == TARGET}
+    shipped = {p[1:6]: p.alpha for p in published_points() if p.target == TARGET}
     cells = [
         row
         for row in read_csv(DOCS / "results/smollm2.csv")
@@ -134,7 +134,9 @@ def test_a_prediction_from_a_shipped_acceptance_says_so(tmp_path, capsys):
     ]
     found = magicdec.run(["scenario=predict", *overrides]).metrics
     known = next(
-        p.alpha for p in published() if p[:6] == (TARGET, "self", "snapkv", 256, 4096, "stdlib")
+        p.alpha
+        for p in published_points()
+        if p[:6] == (TARGET, "self", "snapkv", 256, 4096, "stdlib")
     )
     assert found["predicted/alpha"] == pytest.approx(known, abs=0.02)
     assert "docs/results/smollm2.md" in found["predicted/acceptance_source"]

@@ -239,7 +239,7 @@ def test_custom_needs_a_path():
 def test_predictions_are_of_the_folder_too(tmp_path):
     folder = copied(tmp_path / "my-model")
     setup = predicted_setup(f"target.path={folder}")
-    assert (setup.target_name, setup.target) == ("my-model", read_config(folder))
+    assert (setup.target_name, setup.target.sizes) == ("my-model", read_config(folder).sizes)
     assert predicted_setup("target=llama-3.1-8b").target_name == "llama-3.1-8b"
 
 
