@@ -17,18 +17,20 @@ Modules that a checkpoint ships with need no name of a model: engines find them 
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import chain
 from typing import Any
 
 import yaml
 
+from magicdec.config.choices import DraftConfig
 from magicdec.costmodel.round import Setup
 from magicdec.costmodel.schedules import Entry, Schedule
 from magicdec.errors import UserError
 from magicdec.shell import ContentOf, command_line
 
 FILE = "{file}"
+SHORTEST_NGRAM = 1  # tokens: the shortest suffix that our own lookup matches
 
 
 @dataclass(frozen=True)
@@ -92,10 +94,17 @@ def _vllm(schedule: Schedule, setup: Setup, method: str) -> Settings:
     config: dict[str, Any] = {"method": method} | _model("model", setup)
     config["num_speculative_tokens"] = schedule.max_gamma
     if setup.draft.name == "ngram":
-        config["prompt_lookup_max"] = getattr(setup.draft, "max_ngram", 4)
+        config |= vllm_lookup(setup.draft)
     config["num_speculative_tokens_per_batch_size"] = entries
     flags = ["--max-num-seqs", str(schedule.max_batch), "--speculative-config", ContentOf(FILE)]
     return Settings(_json(config), [*command, *flags])
+
+
+def vllm_lookup(draft: DraftConfig) -> dict[str, int]:
+    """Return vLLM's keys for the suffixes that `draft`, a lookup of n-grams, matches. Without a
+    minimum vLLM matches those of the maximum length alone.
+    """
+    return {"prompt_lookup_min": SHORTEST_NGRAM, "prompt_lookup_max": asdict(draft)["max_ngram"]}
 
 
 def read_vllm(config: Any) -> Schedule:
@@ -160,6 +169,8 @@ def _tensorrt_llm(schedule: Schedule, setup: Setup, method: str) -> Settings:
     config: dict[str, Any] = {"decoding_type": method, "max_draft_len": first} | _model(
         "speculative_model", setup
     )
+    if setup.draft.name == "ngram":
+        config |= _tensorrt_llm_lookup(setup.draft)
     config["draft_len_schedule"] = lengths
     note = ""
     if schedule.max_gamma > first:
@@ -168,6 +179,17 @@ def _tensorrt_llm(schedule: Schedule, setup: Setup, method: str) -> Settings:
         )
     content = yaml.safe_dump({"speculative_config": config}, sort_keys=False)
     return Settings(content, [*command, "--extra_llm_api_options", FILE], note)
+
+
+def _tensorrt_llm_lookup(draft: DraftConfig) -> dict[str, Any]:
+    """Return TensorRT-LLM's keys for the lookup that `draft` is: of the latest match, and within
+    the request's own text.
+    """
+    return {
+        "max_matching_ngram_size": asdict(draft)["max_ngram"],
+        "is_use_oldest": False,
+        "is_public_pool": False,
+    }
 
 
 def _llamacpp(schedule: Schedule, setup: Setup, method: str) -> Settings:

@@ -10,6 +10,7 @@ from typing_extensions import override
 from magicdec.architectures.head_config import HeadConfig
 from magicdec.config.registry import ENGINES
 from magicdec.config.schema import Config
+from magicdec.costmodel.engine_settings import vllm_lookup
 from magicdec.drafts.ngram import PromptLookup
 from magicdec.errors import UserError
 from magicdec.inputs.rules import STRICT
@@ -147,7 +148,7 @@ class VllmPeer(WorkerPeer, StartedServer):
         method = spec.engine.chosen(spec.draft.name)
         drafts: dict[str, Any] = {"method": method, "num_speculative_tokens": spec.gamma}
         if method == "ngram" and isinstance(spec.draft, PromptLookup):
-            drafts |= {"prompt_lookup_max": spec.draft.max_ngram, "prompt_lookup_min": 1}
+            drafts |= vllm_lookup(spec.draft)
         length = spec.draft.drawn_length(spec.gamma)
         if length is not None:
             drafts["rejection_sample_method"] = "synthetic"

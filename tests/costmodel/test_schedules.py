@@ -282,6 +282,24 @@ def test_sglang_runs_modules_as_an_eagle_head_and_no_draft_of_blocks(setup):
         FORMS["sglang"].settings(found, of_kind(setup, "dflash", "z-lab/draft"))
 
 
+def test_engines_look_up_the_suffixes_that_our_own_lookup_does(setup):
+    """From one token up to max_ngram, the latest match of the request's own text."""
+    lookup = DRAFTS["ngram"].facts
+    own, found = setup.at(draft=lookup(max_ngram=6)), with_rows(ROWS)
+    config = json.loads(FORMS["vllm"].settings(found, own).content)
+    assert (config["prompt_lookup_min"], config["prompt_lookup_max"]) == (1, 6)
+    settings = yaml.safe_load(FORMS["tensorrt_llm"].settings(found, own).content)
+    keys = ("max_matching_ngram_size", "is_use_oldest", "is_public_pool")
+    assert [settings["speculative_config"][key] for key in keys] == [6, False, False]
+    default = json.loads(FORMS["vllm"].settings(found, setup.at(draft=lookup())).content)
+    assert default["prompt_lookup_max"] == lookup().max_ngram
+    for other in (setup, of_kind(setup, "mtp", None)):
+        for name in ("vllm", "tensorrt_llm"):
+            content = FORMS[name].settings(found, other).content
+            assert "ngram" not in content, name
+            assert "lookup" not in content, name
+
+
 def test_an_engine_without_the_draft_refuses_it(setup):
     own = setup.at(draft=draft_named(compose([]), "self"))
     for name, form in FORMS.items():
