@@ -10,7 +10,7 @@ from magicdec.costmodel.step_fit import Limit
 
 class Limits(NamedTuple):
     """The limits of a decode step, of a verification, of a draft step, and of the attention of a
-    decode step.
+    decode step. A draft step is a proposal over gamma.
     """
 
     target: Limit
@@ -25,9 +25,30 @@ def limits(setup: Setup, gamma: int) -> Limits:
     return Limits(
         limit_of(setup.target_pass, setup),
         limit_of(verify, setup),
-        limit_of(setup.draft_pass, setup) if setup.draft.is_model else Limit(0.0, 0.0),
+        _draft_limit(setup, gamma),
         limit_of(setup.target_pass, setup, reads=("kv",)),
     )
+
+
+def _draft_limit(setup: Setup, gamma: int) -> Limit:
+    if not setup.draft.is_model:
+        return Limit(0.0, 0.0)
+    step = setup.draft_pass
+    if not setup.draft.proposes_blocks:
+        return limit_of(step, setup)
+    rows = setup.batch * (gamma + 1)
+    block = step._replace(query_tokens=gamma + 1, weight_bytes=setup.moved_weight_bytes(rows))
+    whole = limit_of(block, setup)
+    return Limit(whole.bytes_s / gamma, whole.flops_s / gamma)
+
+
+def draft_depth(setup: Setup, gamma: int) -> float:
+    """Return the layers of a draft step over those of the target: as many times an overhead of a
+    pass belongs to a step. A pass over a block is gamma steps.
+    """
+    layers = setup.draft.step_model(setup.draft_model).num_layers
+    steps = gamma if setup.draft.proposes_blocks else 1
+    return layers / setup.target.num_layers / steps
 
 
 def limit_of(

@@ -12,7 +12,7 @@ from magicdec.config.registry import DRAFTS
 from magicdec.config.scenario_settings import Profile
 from magicdec.costmodel.diagnosis import Diagnosis, diagnose
 from magicdec.costmodel.hardware import CPU, configured
-from magicdec.costmodel.limits import limits
+from magicdec.costmodel.limits import draft_depth, limits
 from magicdec.costmodel.roofline import BF16
 from magicdec.costmodel.round import Setup
 from magicdec.costmodel.step_fit import CellSteps
@@ -86,7 +86,6 @@ def cells_of(
         at = setup.at(batch=line["batch_size"], context=_middle(line))
         limit = limits(at, gamma)
         verify_ms = line.get("time/verify_ms")
-        depth = at.draft_model.num_layers / at.target.num_layers
         cells.append(
             CellSteps(
                 line["batch_size"],
@@ -100,7 +99,7 @@ def cells_of(
                 limit.entries,
                 None if verify_ms is None else verify_ms / 1e3,
                 limit.draft if knows_draft else None,
-                depth,
+                draft_depth(at, gamma),
                 expected_of(context, gamma),
             )
         )
