@@ -27,6 +27,8 @@ DRAFTING = "drafting"
 SCHEDULING = "scheduling"
 UNKNOWN = "unknown"
 FEWEST = 8  # cells with T_V from which a fit can tell verification from scheduling
+# By so much the bytes of decode steps must differ for a fit to tell them from an overhead.
+SPREAD = 1.2
 # What can be wrong, in the order in which equal gains are named.
 CAUSES = (VERIFICATION, DRAFTING, SCHEDULING, ACCEPTANCE)
 
@@ -100,12 +102,24 @@ def diagnose(
 
 def _is_fitted(cause: str, cells: Sequence[CellSteps]) -> bool:
     """Return whether there are enough cells to tell a cause: what grows is told from what does not
-    by a fit, which a few cells always satisfy.
+    by a fit, which a few cells always satisfy, and which splits steps that are alike in any way.
     """
+    if cause == DRAFTING:
+        return _differ(cells) or not any(
+            cell.draft_limit and any(cell.draft_limit) for cell in cells
+        )
     if cause not in (VERIFICATION, SCHEDULING):
         return True
     verified = sum(cell.verify_s is not None for cell in cells)
     return verified >= FEWEST or any(cell.wait_s for cell in cells)
+
+
+def _differ(cells: Sequence[CellSteps]) -> bool:
+    """Return whether decode steps differ enough to tell what of them is overhead, and so what a
+    step of a smaller model should take.
+    """
+    num_bytes = [cell.target_limit.bytes_s for cell in cells]
+    return max(num_bytes) > SPREAD * min(num_bytes)
 
 
 def _losses(cells: Sequence[CellSteps], tokens: float, engine: Engine) -> list[Loss]:
@@ -194,16 +208,23 @@ def _judged(
         return loss.cause, f"{_named(loss, engine)}; {where}"
     if missing >= unknown:
         said = f"pays {missing:.0%} less than predicted, reason unknown"
-        if all(cell.verify_s is None for cell in cells):
-            said += " (T_V and T_D cannot be told apart)"
-        elif len(cells) < FEWEST:
-            said += f" (at least {FEWEST} cells can tell it)"
-        return UNKNOWN, f"{said}; {where}"
+        return UNKNOWN, f"{said}{_remedy(cells)}; {where}"
     if paying:
         return PAYS, where.removeprefix("it ")
     needed = best.length / best.speedup
     said = f"a round yields {best.length:.2f} tokens and needs {needed:.2f} at {best.label}"
     return ACCEPTANCE, f"acceptance too low for this gamma and context: {said}; {where}"
+
+
+def _remedy(cells: Sequence[CellSteps]) -> str:
+    """Return what would tell an unknown cause, in brackets; "" where there is nothing."""
+    if all(cell.verify_s is None for cell in cells):
+        return " (T_V and T_D cannot be told apart)"
+    differ = _differ(cells)
+    if len(cells) >= FEWEST:
+        return "" if differ else " (more different batches and contexts can tell it)"
+    of_what = "" if differ else ", of more different batches and contexts"
+    return f" (at least {FEWEST} cells can tell it{of_what})"
 
 
 def _named(loss: Loss, engine: Engine) -> str:

@@ -24,14 +24,16 @@ OVERHEAD, SLOW, TOKENS = 1e-3, 1.4, 100
 GRID = list(product((1, 8), (1024, 8192, 31000), (2, 4, 8)))
 
 
-def cell(batch: int, context: int, gamma: int, alpha: float = 0.8) -> CellSteps:
+def cell(
+    batch: int, context: int, gamma: int, alpha: float = 0.8, overhead_s: float = OVERHEAD
+) -> CellSteps:
     """A healthy engine's cell: weights of 4 ms, a cache of 0.1 us a token, a draft of 0.4 ms."""
     entries = Limit(1e-7 * batch * context, 1e-9 * batch * context)
     target = Limit(4e-3 + entries.bytes_s, 2e-5 * batch + entries.flops_s)
     verify = Limit(target.bytes_s, (gamma + 1) * target.flops_s)
     draft = Limit(4e-4, 2e-6 * batch)
     step_s, verify_s, draft_s = (
-        depth * OVERHEAD + SLOW * limit.bytes_s + limit.flops_s
+        depth * overhead_s + SLOW * limit.bytes_s + limit.flops_s
         for depth, limit in ((1, target), (1, verify), (0.25, draft))
     )
     length = omega(gamma, alpha)
@@ -131,6 +133,42 @@ def test_few_cells_cannot_tell_verification_from_scheduling():
         assert found.cause in (UNKNOWN, PAYS, ACCEPTANCE)
     cells = FAULTS[SCHEDULING](HEALTHY)[:4]
     assert "at least 8 cells can tell it" in diagnose(cells, TOKENS).sentence
+
+
+@pytest.mark.parametrize("overhead_s", [1e-3, 2e-3, 4e-3, 8e-3, 16e-3])
+def test_one_batch_and_context_cannot_tell_a_slow_draft_from_overhead(overhead_s):
+    """Of T_T, the draft has a quarter of the overhead and a tenth of the bytes, and steps that
+    read the same bytes fit any split of T_T into the two.
+    """
+    perfect = [cell(8, 8192, gamma, overhead_s=overhead_s) for gamma in (1, 2, 4, 8)]
+    assert DRAFTING not in diagnose(perfect, TOKENS).named
+    assert diagnose(FAULTS[DRAFTING](perfect), TOKENS).named == ()
+
+
+def test_what_could_tell_a_slow_draft_is_said():
+    perfect = [cell(8, 8192, gamma, overhead_s=16e-3) for gamma in (1, 2, 4, 8)]
+    found = diagnose(FAULTS[DRAFTING](perfect), TOKENS)
+    assert found.cause == UNKNOWN
+    assert "8 cells can tell it, of more different batches and contexts)" in found.sentence
+
+
+def test_a_fifth_more_bytes_tells_a_slow_draft_from_overhead():
+    """Reading 8 x 16,384 entries takes 4 ms + 13.1 ms, and 8 x 21,000 of them 4 ms + 16.8 ms."""
+    grid = [(8, context, gamma) for context in (16384, 21000) for gamma in (2, 4)]
+    for overhead_s in (1e-3, 16e-3):
+        perfect = [cell(*point, overhead_s=overhead_s) for point in grid]
+        assert DRAFTING not in diagnose(perfect, TOKENS).named
+        found = diagnose(slower(perfect, draft=lambda c: 8 * c.gamma * c.draft_s), TOKENS)
+        assert found.cause == DRAFTING
+
+
+def test_a_slow_lookup_is_named_with_one_batch_and_context():
+    """It should take no time, whatever the overhead of a pass."""
+    cells = [cell(8, 8192, gamma) for gamma in (2, 4)]
+    free = [
+        replace(c, round_s=c.verify_s, draft_limit=Limit(0.0, 0.0), draft_depth=0.0) for c in cells
+    ]
+    assert diagnose(slower(free, draft=lambda c: c.gamma * 4e-3), TOKENS).cause == DRAFTING
 
 
 def test_rounds_that_wait_under_load_are_scheduling():
