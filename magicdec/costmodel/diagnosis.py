@@ -4,7 +4,8 @@ One fit explains all steps (step_fit.py). What does not belong into a round has 
 
 - verification off the fast path: T_V grows with context times gamma, as if the KV cache were read
   once per query row;
-- scheduling: rounds are longer than decode steps by a time that depends on nothing;
+- scheduling: rounds are longer than decode steps by a time that depends on nothing, or by an
+  overhead that was timed;
 - drafting: a round with the draft takes longer than one without by more than gamma T_D should;
 - acceptance: fewer tokens a round than were expected, or than speculation needs.
 
@@ -55,6 +56,7 @@ class Loss:
 
     cause: str
     cell: CellSteps
+    seconds: float  # of the round
     share: float  # of the round, or of the tokens
     speedup: float  # without it
     gain_rps: float  # requests per second that the cell would serve more
@@ -101,22 +103,24 @@ def diagnose(
 
 
 def _is_fitted(cause: str, cells: Sequence[CellSteps]) -> bool:
-    """Return whether there are enough cells to tell a cause: what grows is told from what does not
-    by a fit, which a few cells always satisfy, and which splits steps that are alike in any way.
-    """
+    """Return whether the cells can tell a cause that follows from a fit."""
     if cause == DRAFTING:
         return _differ(cells) or not any(
             cell.draft_limit and any(cell.draft_limit) for cell in cells
         )
-    if cause not in (VERIFICATION, SCHEDULING):
-        return True
-    verified = sum(cell.verify_s is not None for cell in cells)
-    return verified >= FEWEST or any(cell.wait_s for cell in cells)
+    return cause != VERIFICATION or _can_tell_growth(cells)
+
+
+def _can_tell_growth(cells: Sequence[CellSteps]) -> bool:
+    """Return whether there are enough verifications to tell what grows from what does not by a
+    fit, which a few always satisfy.
+    """
+    return sum(cell.verify_s is not None for cell in cells) >= FEWEST
 
 
 def _differ(cells: Sequence[CellSteps]) -> bool:
     """Return whether decode steps differ enough to tell what of them is overhead, and so what a
-    step of a smaller model should take.
+    step of a smaller model should take: a fit splits steps that are alike in any way.
     """
     num_bytes = [cell.target_limit.bytes_s for cell in cells]
     return max(num_bytes) > SPREAD * min(num_bytes)
@@ -129,8 +133,10 @@ def _losses(cells: Sequence[CellSteps], tokens: float, engine: Engine) -> list[L
     def verification(cell: CellSteps) -> float:
         return 0.0 if cell.verify_s is None else cell.gamma * engine.rereads_s(cell)
 
+    fitted_wait_s = engine.wait_s if _can_tell_growth(cells) else 0.0
+
     def scheduling(cell: CellSteps) -> float:
-        return engine.wait_s + cell.wait_s
+        return max(0.0, fitted_wait_s + cell.wait_s + cell.overhead_s)
 
     def drafting(cell: CellSteps) -> float:
         should = engine.draft_s(cell)
@@ -163,7 +169,7 @@ def _loss(cause: str, cell: CellSteps, seconds: float, tokens: float) -> Loss:
     share = min(seconds / whole, 0.95)
     faster = cell.speedup / (1 - share)
     more = cell.requests_per_second(tokens, faster) - cell.requests_per_second(tokens)
-    return Loss(cause, cell, share, faster, more)
+    return Loss(cause, cell, seconds, share, faster, more)
 
 
 class _Late(NamedTuple):
@@ -244,8 +250,9 @@ def _named(loss: Loss, engine: Engine) -> str:
         drafts = f"a draft step takes {1e3 * (cell.draft_s or 0.0):.1f} ms at {cell.label}"
         return f"drafting too slow: {drafts} and should take {1e3 * should:.1f} ms; {cost}"
     if loss.cause == SCHEDULING:
-        waits = engine.wait_s + cell.wait_s
-        what = f"each round waits {1e3 * waits:.1f} ms, {loss.share:.0%} of it at {cell.label}"
+        what = (
+            f"each round waits {1e3 * loss.seconds:.1f} ms, {loss.share:.0%} of it at {cell.label}"
+        )
         return f"scheduling: {what}, whatever its size; {cost}"
     tokens = f"{cell.length:.2f} tokens of the {cell.expected_length:.2f} that were expected"
     what = f"a round yields {tokens} at {cell.label}"

@@ -57,6 +57,8 @@ class CellSteps:
     draft_depth: float = 1.0  # its layers over the target's
     expected_length: float | None = None  # as measured elsewhere, or published
     wait_s: float = 0.0  # that a round waits under load: for prefills, or for room in the KV cache
+    # Of the round, beyond its proposal and its verification. From outside it cannot be told apart.
+    overhead_s: float = 0.0
 
     @property
     def speedup(self) -> float:
@@ -65,8 +67,12 @@ class CellSteps:
 
     @property
     def draft_s(self) -> float | None:
-        """Return T_D; None where it cannot be told apart."""
-        return None if self.verify_s is None else (self.round_s - self.verify_s) / self.gamma
+        """Return T_D, with its share of a selection that a round makes; None where it cannot be
+        told apart.
+        """
+        if self.verify_s is None:
+            return None
+        return (self.round_s - self.verify_s - self.overhead_s) / self.gamma
 
     def requests_per_second(self, tokens: float, speedup: float | None = None) -> float:
         """Return the requests of `tokens` new tokens that a full batch completes in a second."""

@@ -101,6 +101,7 @@ def cells_of(
                 limit.draft if knows_draft else None,
                 draft_depth(at, gamma),
                 expected_of(context, gamma),
+                overhead_s=line.get("time/overhead_ms", 0.0) / 1e3,
             )
         )
     return cells

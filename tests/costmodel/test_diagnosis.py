@@ -171,6 +171,26 @@ def test_a_slow_lookup_is_named_with_one_batch_and_context():
     assert diagnose(slower(free, draft=lambda c: c.gamma * 4e-3), TOKENS).cause == DRAFTING
 
 
+def test_an_overhead_that_was_timed_is_scheduling_and_not_drafting():
+    """Of a lookup that takes no time. It needs no fit, so that two cells are enough."""
+    cells = []
+    for one in (cell(8, 8192, 2), cell(8, 8192, 4)):
+        lookup = replace(one, round_s=one.verify_s + 9e-3, draft_limit=Limit(0.0, 0.0))
+        cells.append(replace(lookup, overhead_s=9e-3))
+    assert [one.draft_s for one in cells] == pytest.approx([0.0, 0.0])
+    found = diagnose(cells, TOKENS)
+    assert (found.cause, found.named) == (SCHEDULING, (SCHEDULING,))
+    assert "each round waits 9.0 ms" in found.sentence
+    assert found.losses[0].share == pytest.approx(9e-3 / min(one.round_s for one in cells))
+
+
+def test_an_overhead_of_noise_below_nothing_is_no_loss():
+    cells = [replace(c, overhead_s=-1e-4, round_s=c.round_s - 1e-4) for c in HEALTHY]
+    found = diagnose(cells, TOKENS)
+    assert found.named == ()
+    assert min(loss.share for loss in found.losses) == 0.0
+
+
 def test_rounds_that_wait_under_load_are_scheduling():
     cells = [replace(c, wait_s=c.round_s) for c in HEALTHY]
     found = diagnose(cells, TOKENS)
