@@ -16,6 +16,7 @@ from magicdec.config.groups import HardwareConfig
 from magicdec.config.options import option_file, values_of
 from magicdec.config.registry import DRAFTS, POLICIES
 from magicdec.costmodel.acceptance import AlphaEstimate, Curves, is_same
+from magicdec.costmodel.memory_estimate import Memory, memory
 from magicdec.costmodel.prediction import GAMMAS, Prediction, predict
 from magicdec.costmodel.round import Setup, prefill_s
 from magicdec.costmodel.targets import is_own_path, option
@@ -37,6 +38,7 @@ class Candidate:
     setup: Setup
     prediction: Prediction | None
     time_per_token_s: float  # of a row, after its first token
+    held: Memory  # at the end of the generation
 
     @property
     def tokens_per_second(self) -> float:
@@ -71,6 +73,13 @@ class Ranking:
     too_large: int  # predicted beyond the GPU's memory
 
 
+def halfway(setup: Setup, generate_len: int) -> Setup:
+    """Return a setup of prompts in the middle of their generation: there a step takes as long as on
+    average, because its time is linear in the context.
+    """
+    return setup.at(context=setup.context + generate_len // 2)
+
+
 def search(
     setup: Setup,
     curves: Curves,
@@ -82,7 +91,8 @@ def search(
     generate_len: int = 0,
     alpha: float | AlphaEstimate | None = None,
 ) -> Ranking:
-    """Rank configurations of `setup`'s target, machine and context.
+    """Rank configurations of `setup`'s target, machine and context, which is that of the prompts.
+    Times are those of the middle of a generation, of the tokens that `generate_len` gives.
 
     `drafts` and `caches`, at any budget, are those to search; empty: those of `setup`. A given
     `alpha` is that of the setup's own draft, cache and budget, and no others are searched.
@@ -94,19 +104,27 @@ def search(
     candidates: list[Candidate] = []
     unknown: list[Prediction] = []
     too_large = 0
+    most = setup.hardware.device.memory
     for batch in batches or (setup.batch,):
         alone = setup.at(batch=batch, draft=DRAFTS["ngram"].facts())  # needs no memory of its own
-        if predict(alone, (1,), generate_len=generate_len).fits:
-            candidates.append(Candidate(alone, None, alone.target_time.total))
+        held = memory(alone, 1, generate_len)
+        if held.total <= most:
+            alone = halfway(alone, generate_len)
+            candidates.append(Candidate(alone, None, alone.target_time.total, held))
         here = setup.at(batch=batch)
         for tried in [here] if alpha is not None else _setups(here, drafts, caches, curves):
-            prediction = predict(tried, gammas, alpha, curves, generate_len)
-            if not prediction.fits:
+            # Acceptances are known by the length of prompts.
+            known = alpha if alpha is not None else curves.estimate(tried, generate_len)
+            at = halfway(tried, generate_len)
+            prediction = predict(at, gammas, known, generate_len=generate_len)
+            held = memory(tried, prediction.best.gamma, generate_len)
+            if held.total > most:
                 too_large += 1
             elif prediction.estimate is None:
                 unknown.append(prediction)
             else:
-                candidates.append(Candidate(tried, prediction, prediction.best.time_per_token_s))
+                time_s = prediction.best.time_per_token_s
+                candidates.append(Candidate(at, prediction, time_s, held))
     fast = [
         candidate
         for candidate in candidates
@@ -154,7 +172,7 @@ def _nothing(
 
 
 def experiment_yaml(
-    best: Candidate, command: str, hardware: HardwareConfig, generate_len: int
+    best: Candidate, command: str, hardware: HardwareConfig, prompt_len: int, generate_len: int
 ) -> str:
     """Return a candidate as the text of a file in conf/experiment. `hardware` is the group that its
     machine is from.
@@ -188,7 +206,7 @@ def experiment_yaml(
         values["hardware"] = changed
     values["batch"] = {
         "size": setup.batch,
-        "context_len": setup.context,
+        "context_len": prompt_len,
         "generate_len": max(2, generate_len),  # the least that a run takes
     }
     defaults = [{f"override /{group}": name} for group, name in options.items()]
@@ -239,6 +257,11 @@ class Workload:
         return round(
             sum(output * (prompt + output / 2) for prompt, output in self.lengths) / tokens
         )
+
+    @property
+    def prompt_len(self) -> int:
+        """Return the prompt whose generation of the mean output has its middle at `context_len`."""
+        return max(1, self.context_len - self.generate_len // 2)
 
     @property
     def generate_len(self) -> int:

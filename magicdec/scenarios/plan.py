@@ -36,6 +36,7 @@ from magicdec.shell import command_line
 from magicdec.tracking.cells import new_table
 from magicdec.tracking.progress import Progress
 from magicdec.tracking.store import Run, shown
+from magicdec.units import GIB
 
 # Of the working directory: in a checkout its own, otherwise the user's.
 EXPERIMENTS = Path("conf", "experiment")
@@ -106,59 +107,54 @@ def _searched(config: Config) -> list[DraftConfig]:
 
 
 def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
-    """Search for a target, a machine and a context; a line of the history for every candidate, the
-    best first.
+    """Search for a target, a machine and lengths of requests; a line of the history for every
+    candidate, the best first.
+
+    Speedups are those of the middle of a generation, however its lengths are given.
     """
     config = plan.config
     scenario = plan.config.settings(Search)
     setup, acceptances = setup_of(plan), curves(config)
     command = command_line(["magicdec", *run.facts["overrides"]])
     workload = Workload(scenario.workload or [(setup.context, max(2, config.batch.generate_len))])
-    if scenario.workload:
-        setup = setup.at(context=workload.context_len)
+    prompts = setup.at(context=workload.prompt_len)
+    setup = setup.at(context=workload.context_len)
     alpha = assumed_alpha(config, scenario)
     if _is_of_own_draft(config):
-        setup = setup.at(draft=config.draft, cache=config.cache)
+        setup, prompts = (at.at(draft=config.draft, cache=config.cache) for at in (setup, prompts))
     if scenario.schedule is not None:
         given = None if alpha is None else alpha.alpha
         schedule = predicted_schedule(setup, scenario, given, acceptances, workload.generate_len)
         return outcome(schedule, setup, scenario, command)
     ranking = search(
-        setup,
+        prompts,
         acceptances,
-        scenario.batch_sizes,
-        _searched(config),
-        [cache_named(config, policy) for policy in scenario.policies],
-        scenario.gammas,
-        scenario.latency_ms,
-        workload.generate_len,
-        alpha,
+        batches=scenario.batch_sizes,
+        drafts=_searched(config),
+        caches=[cache_named(config, policy) for policy in scenario.policies],
+        gammas=scenario.gammas,
+        latency_ms=scenario.latency_ms,
+        generate_len=workload.generate_len,
+        alpha=alpha,
     )
     best = ranking.ranked[0]
-    text = experiment_yaml(best, command, config.hardware, workload.generate_len)
+    lengths = workload.prompt_len, workload.generate_len
+    text = experiment_yaml(best, command, config.hardware, *lengths)
     view: list[RenderableType] = [_view(ranking)]
     if alpha is not None:
         view.append(_by_alpha(setup, scenario, alpha.alpha))
     served = _served(best, workload)
     view.append(_verdict(served))
     if scenario.save_as is not None:
-        file = _experiment(scenario.save_as)
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise UserError(
-                f"scenario.save_as={scenario.save_as}: {error}; null writes none"
-            ) from error
-        view.append(
-            f"the best as an experiment: {shown(file)}; run it with experiment={scenario.save_as}"
-        )
+        view.append(_saved(scenario.save_as, text))
     metrics = {"device": plan.device_name} | (best.prediction.metrics() if best.prediction else {})
     metrics |= {
         "predicted/tokens_per_second": best.tokens_per_second,
         "predicted/speedup": best.speedup,
     }
     metrics["predicted/speedup_wall"] = best.speedup_wall
+    if best.prediction:
+        metrics |= {"predicted/memory_gib": best.held.total / GIB, "predicted/fits": True}
     metrics |= {f"predicted/{name}": value for name, value in served.items()}
     return Outcome(
         metrics, history=[_facts(candidate) for candidate in ranking.ranked], view=Group(*view)
@@ -167,6 +163,17 @@ def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
 
 def _experiment(name: str) -> Path:
     return EXPERIMENTS / f"{name}.yaml"
+
+
+def _saved(name: str, text: str) -> str:
+    """Write an experiment, and return what the terminal says of it."""
+    file = _experiment(name)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"scenario.save_as={name}: {error}; null writes none") from error
+    return f"the best as an experiment: {shown(file)}; run it with experiment={name}"
 
 
 def _view(ranking: Ranking) -> Group:

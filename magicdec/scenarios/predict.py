@@ -39,7 +39,9 @@ def prepare(config: Config) -> Plan:
 
 
 def predicted(plan: Plan) -> Prediction:
-    """Predict one configuration, at every gamma of scenario.gammas."""
+    """Predict one configuration, at every gamma of scenario.gammas: at a context of
+    batch.context_len, without the tokens that a generation adds to it.
+    """
     config = plan.config
     scenario = plan.config.settings(Predict)
     return predict_setup(

@@ -8,6 +8,7 @@ from typing import Any
 
 from magicdec.costmodel.acceptance import task_of
 from magicdec.costmodel.comparison import limit_metrics, predicted_metrics, published
+from magicdec.costmodel.planner import halfway
 from magicdec.costmodel.speedup import batch_speedup, round_time
 from magicdec.costmodel.speedup import speedup as formula_speedup
 from magicdec.errors import UserError
@@ -15,6 +16,8 @@ from magicdec.measure.metrics import Metrics
 from magicdec.planning.resolved import Plan
 from magicdec.planning.setup import measured_rates, setup_of
 
+# What is predicted of a generation; the rest is predicted of steps.
+SPEEDUPS = ("predicted/speedup", "predicted/pays", "predicted/break_even_alpha")
 log = logging.getLogger(__name__)
 
 
@@ -49,13 +52,23 @@ def _formula(plan: Plan, results: Mapping[str, Any], gamma: int) -> Metrics:
 
 
 def _by_cost_model(plan: Plan, results: Mapping[str, Any], gamma: int) -> Metrics:
-    """Return the prediction for these rounds at the measured acceptance, and its errors."""
+    """Return the prediction for these rounds at the measured acceptance, and its errors.
+
+    The steps are timed at the end of the prompts, and predicted there. The speedups are those of
+    the whole generation, and predicted in its middle.
+    """
+    generate_len = plan.config.batch.generate_len
     rates = measured_rates(plan, float(results["roofline/bandwidth_gbs"] or 0.0))
     try:
         setup = setup_of(plan, *rates).at(context=round(results["data/context_len_mean"]))  # type: ignore[arg-type]
-        errors = predicted_metrics(setup, gamma, results, plan.config.batch.generate_len)
+        of_steps, of_all = (
+            predicted_metrics(at, gamma, results, generate_len)
+            for at in (setup, halfway(setup, generate_len))
+        )
+        of_speedups = {name: of_all[name] for name in of_all if name.startswith(SPEEDUPS)}
         return (
-            errors
+            of_steps
+            | of_speedups
             | limit_metrics(setup, gamma, results)
             | published(setup, task_of(plan.config), gamma)
         )

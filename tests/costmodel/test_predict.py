@@ -213,7 +213,7 @@ def test_plans_are_ranked_by_throughput_within_the_bounds(setup, model):
 def written(best, generate_len=64):
     """The content of the experiment of a candidate, on a machine as its option has it."""
     machine = parse(HardwareConfig, values_of("hardware", best.setup.hardware.name.lower()))
-    return yaml.safe_load(experiment_yaml(best, "", machine, generate_len))
+    return yaml.safe_load(experiment_yaml(best, "", machine, 4000, generate_len))
 
 
 def test_an_experiment_generates_as_many_tokens_as_were_ranked(setup):
@@ -236,7 +236,7 @@ def test_a_machine_that_is_no_option_is_written_out(setup, name):
     machine = parse(HardwareConfig, values_of("hardware", "h100") | {"name": name})
     of_that_name = replace(best.setup.hardware, name=name)
     best = replace(best, setup=replace(best.setup, hardware=of_that_name))
-    content = yaml.safe_load(experiment_yaml(best, "", machine, 64))
+    content = yaml.safe_load(experiment_yaml(best, "", machine, 4000, 64))
     assert {"override /hardware": "auto"} in content["defaults"]
     assert values_of("hardware", "auto") | content["hardware"] == asdict(machine)
 

@@ -177,7 +177,8 @@ def test_the_planned_experiment_composes_and_predicts_what_it_said(tmp_path, mon
     assert (found.target.name, found.draft.model.name) == ("llama-3.1-8b", "llama-3.2-1b")
     assert (found.batch.size, found.batch.context_len) == (32, 32_000)
     assert (found.cache.budget, found.hardware.name) == (512, "8xh100")
-    times = round_times(setup_of(resolve(found)), found.draft.gamma)
+    middle = found.batch.context_len + found.batch.generate_len // 2
+    times = round_times(setup_of(resolve(found)).at(context=middle), found.draft.gamma)
     assert result.metrics["predicted/round_ms"] == pytest.approx(1e3 * times.round_s)
 
 
@@ -206,7 +207,8 @@ def test_a_planned_experiment_has_what_differs_from_its_options(
     found = compose(
         [f"hydra.searchpath=[file://{tmp_path}]", "experiment=found", "scenario=predict"]
     )
-    times = round_times(setup_of(resolve(found)), found.draft.gamma)
+    middle = found.batch.context_len + found.batch.generate_len // 2
+    times = round_times(setup_of(resolve(found)).at(context=middle), found.draft.gamma)
     assert result.metrics["predicted/round_ms"] == pytest.approx(1e3 * times.round_s)
 
 

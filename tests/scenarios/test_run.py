@@ -194,12 +194,13 @@ def test_the_context_of_a_users_own_prompts_is_the_one_they_have(tmp_path, monke
         f"2 rows x {short} to {long} tokens of context ({mean:.0f} on average)"
         in capsys.readouterr().out
     )
-    (setup,), (row,), (point,) = (
+    (setup, halfway), (row,), (point,) = (
         setups,
         read_rows(tmp_path / "runs"),
         measured(iter_runs(tmp_path / "runs")),
     )
     assert {setup.context, row["batch.context_len"], point.context_len} == {round(mean)}
+    assert halfway.context == round(mean) + row["batch.generate_len"] // 2
 
 
 @pytest.mark.parametrize("engine", ["native", "transformers"])

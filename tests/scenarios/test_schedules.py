@@ -5,6 +5,7 @@ their engine.
 import json
 
 import pytest
+import yaml
 
 from magicdec.config.omega import omega
 from magicdec.errors import UserError
@@ -111,6 +112,38 @@ def test_a_mix_of_lengths_has_a_mean_context_and_its_prefills():
     assert long_answers["predicted/speedup_with_prefill"] == pytest.approx(
         long_answers["predicted/speedup"], rel=0.05
     )
+
+
+def test_lengths_mean_the_same_in_a_batch_and_in_a_workload(tmp_path):
+    """1,024 + 2,048 tokens, of which the middle has 2,048 tokens of context."""
+    keys = ("scenario.alpha=0.8", "batch.size=64", "scenario.batch_sizes=[64]")
+    streaming = ("draft=self", "cache=streaming", "cache.budget=256")
+    search = ("scenario=plan", *ON_H100, *keys, *streaming)
+    lengths = ("batch.context_len=1024", "batch.generate_len=2048")
+    batch = outcome(*search, *lengths, "scenario.save_as=batch")
+    workload = outcome(*search, "scenario.workload=[[1024,2048]]", "scenario.save_as=workload")
+    assert batch.history == workload.history
+    assert batch.metrics == workload.metrics
+    middle = ("batch.context_len=2048", "batch.generate_len=2048", "scenario.alpha=0.8")
+    at = outcome("scenario=predict", *ON_H100, *streaming, "batch.size=64", *middle).metrics
+    assert batch.metrics["predicted/speedup"] == pytest.approx(at["predicted/speedup"])
+    for name in ("batch", "workload"):
+        written = yaml.safe_load((tmp_path / "conf/experiment" / f"{name}.yaml").read_text())
+        assert written["batch"] == {"size": 64, "context_len": 1024, "generate_len": 2048}
+
+
+def test_the_memory_of_a_plan_is_that_of_the_end_of_the_generation():
+    """Keys and values of 131,072 bytes a token: 150 rows of 3,072 tokens take 56 GiB beside 15 GiB
+    of weights; with another 1,024 tokens each, they would take 75 GiB.
+    """
+    keys = ("scenario.alpha=0.8", "draft=self", "cache=streaming", "cache.budget=256")
+    lengths = "scenario.workload=[[1024,2048]]"
+    found = outcome(
+        "scenario=plan", *ON_H100, "scenario.save_as=null", *keys, lengths, "batch.size=150"
+    )
+    assert {row["draft"] for row in found.history} == {"none", "self"}
+    assert found.metrics["predicted/fits"]
+    assert 71 < found.metrics["predicted/memory_gib"] < 74
 
 
 def test_a_schedule_is_a_file_a_map_and_a_command(tmp_path):
