@@ -7,8 +7,9 @@ from typing import Any
 
 from magicdec.config.registry import DRAFTS
 from magicdec.config.scenario_settings import Compare
+from magicdec.costmodel.planner import halfway
 from magicdec.costmodel.prediction import predict
-from magicdec.costmodel.round import prefill_s
+from magicdec.costmodel.round import Setup, prefill_s
 from magicdec.errors import UserError
 from magicdec.planning.acceptances import curves
 from magicdec.planning.resolved import Plan
@@ -59,21 +60,24 @@ def predicted_seconds(plan: Plan) -> tuple[float, float]:
         plan = replace(plan, config=replace(config, draft=DRAFTS["ngram"].facts()))
     batch, scenario = config.batch, config.settings(Compare)
     setup = setup_of(plan, *measured_rates(plan))
-    setup = setup.at(context=batch.context_len + batch.generate_len // 2)
+    setup = halfway(setup, batch.generate_len)
     plain = batch.generate_len * setup.target_time.total
-    prediction = (
-        predict(setup, plan.config.gammas, config.draft.drawn_alpha, curves(plan.config))
-        if config.speculates
-        else None
-    )
-    fast = plain / (prediction.best.speedup or 1.0) if prediction else 0.0
+    fast = plain / _speedup_wall(plan, setup) if config.speculates else 0.0
     repeats = 5 if scenario.repeats == "auto" else scenario.repeats
-    prefill = prefill_s(
-        setup,
-        setup.target,
-        setup.ranks,
-        batch.context_len,
-        rows=setup.batch,
-        chunk=int(batch.prefill_chunk),
+    models = [(setup.target, setup.ranks)]
+    if config.speculates and setup.draft.own_model is not None:
+        models.append((setup.draft_model, setup.draft_ranks))
+    chunk = int(batch.prefill_chunk)
+    prefill = sum(
+        prefill_s(setup, model, ranks, batch.context_len, rows=setup.batch, chunk=chunk)
+        for model, ranks in models
     )
     return batch.num_batches * prefill, batch.num_batches * repeats * (plain + fast)
+
+
+def _speedup_wall(plan: Plan, setup: Setup) -> float:
+    """Return the speedup of a whole batch at the best gamma; 1 where no acceptance is known."""
+    config = plan.config
+    alpha = config.draft.drawn_alpha
+    prediction = predict(setup, config.gammas, alpha, curves(config), config.batch.generate_len)
+    return prediction.speedup_wall(prediction.best) or 1.0

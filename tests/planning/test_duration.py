@@ -3,8 +3,12 @@
 import pytest
 
 from magicdec.config.load import compose
+from magicdec.config.omega import omega
+from magicdec.costmodel.round import round_times
+from magicdec.costmodel.speedup import batch_rounds
 from magicdec.planning import duration
 from magicdec.planning.resolve import resolve
+from magicdec.planning.setup import setup_of
 
 GBS, TFLOPS = 10.0, 0.2
 
@@ -50,6 +54,28 @@ def test_drawn_acceptance_is_that_of_the_prediction():
     _, decoding = duration.predicted_seconds(plan(*keys))
     _, alone = duration.predicted_seconds(plan(*keys, "draft=none"))
     assert alone < decoding < 1.8 * alone
+
+
+def test_a_batch_waits_for_its_slowest_row():
+    """Speculation decodes as long as the decode steps divided by the speedup of the whole batch,
+    which at alpha 0.7 is well below that of a row.
+    """
+    keys = ("data=random", "batch.context_len=4096", "batch.generate_len=128", "batch.size=64")
+    this = plan(*keys, "draft.gamma=4", "draft.synthetic_acceptance=0.7", "scenario.repeats=1")
+    alone = plan(*keys, "draft=none", "scenario.repeats=1")
+    _, decoding = duration.predicted_seconds(this)
+    _, plain = duration.predicted_seconds(alone)
+    times = round_times(setup_of(this, GBS, TFLOPS).at(context=4096 + 64), 4)
+    rounds = batch_rounds(4, 0.7, num_rows=64, num_tokens=127)
+    assert rounds > 1.15 * 127 / omega(4, 0.7)
+    assert decoding - plain == pytest.approx(rounds * times.round_s, rel=0.02)
+
+
+def test_an_independent_draft_prefills_too():
+    own = plan("draft=model", "batch.context_len=1024")
+    alone = duration.predicted_seconds(plan("draft=none"))[0]
+    assert duration.predicted_seconds(own)[0] > 1.02 * alone
+    assert duration.predicted_seconds(plan("draft=self"))[0] == pytest.approx(alone)
 
 
 def test_a_shared_prefill_is_counted_once():
