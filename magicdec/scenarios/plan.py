@@ -117,11 +117,11 @@ def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
     setup, acceptances = setup_of(plan), curves(config)
     command = command_line(["magicdec", *run.facts["overrides"]])
     workload = Workload(scenario.workload or [(setup.context, max(2, config.batch.generate_len))])
-    prompts = setup.at(context=workload.prompt_len)
-    setup = setup.at(context=workload.context_len)
     alpha = assumed_alpha(config, scenario)
     if _is_of_own_draft(config):
-        setup, prompts = (at.at(draft=config.draft, cache=config.cache) for at in (setup, prompts))
+        setup = setup.at(draft=config.draft, cache=config.cache)
+    prompts = setup.at(context=workload.prompt_len)
+    setup = setup.at(context=workload.context_len)
     if scenario.schedule is not None:
         given = None if alpha is None else alpha.alpha
         schedule = predicted_schedule(setup, scenario, given, acceptances, workload.generate_len)

@@ -61,10 +61,9 @@ def _by_cost_model(plan: Plan, results: Mapping[str, Any], gamma: int) -> Metric
     rates = measured_rates(plan, float(results["roofline/bandwidth_gbs"] or 0.0))
     try:
         setup = setup_of(plan, *rates).at(context=round(results["data/context_len_mean"]))  # type: ignore[arg-type]
-        of_steps, of_all = (
-            predicted_metrics(at, gamma, results, generate_len)
-            for at in (setup, halfway(setup, generate_len))
-        )
+        of_steps = predicted_metrics(setup, gamma, results, generate_len)
+        middle = halfway(setup, generate_len)
+        of_all = predicted_metrics(middle, gamma, results, generate_len)
         of_speedups = {name: of_all[name] for name in of_all if name.startswith(SPEEDUPS)}
         return (
             of_steps
