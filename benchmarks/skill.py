@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from render import Row
 
-from magicdec.costmodel.confidence import LARGE, Case, Error, confidence
+from magicdec.costmodel.confidence import LARGE_BATCH, Case, Error, confidence
 
 SMALL_BATCHES = "small_batches"  # a rule: it pays below batch 32
 # The model, the model before it was changed, bytes and FLOPs of the datasheet alone, and a rule.
@@ -51,7 +51,7 @@ class Scored(NamedTuple):
     def says(self, name: str) -> bool:
         """Return whether a predictor says that it pays."""
         if name == SMALL_BATCHES:
-            return bool(self.row["batch"] < LARGE)
+            return bool(self.row["batch"] < LARGE_BATCH)
         return bool(self.row[name] > 1)
 
     @property

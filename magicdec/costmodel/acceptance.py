@@ -32,7 +32,7 @@ from magicdec.errors import UserError
 PUBLISHED_ALPHAS = sorted(PUBLISHED.parent.glob("acceptance*.csv"))
 AT = " at temperature "  # in the name of a text
 # Contexts and budgets within this ratio count as equal: 32,768 is measured where 32,000 is.
-SAME = 1.05
+SAME_SIZE_RATIO = 1.05
 
 
 class Point(NamedTuple):
@@ -232,7 +232,7 @@ def task_of(config: Config) -> str:
 
 def is_same(a: int, b: int) -> bool:
     """Return whether two contexts or budgets count as equal."""
-    return max(a, b) <= SAME * min(a, b)
+    return max(a, b) <= SAME_SIZE_RATIO * min(a, b)
 
 
 def _is_exact(setup: Setup, generate_len: int) -> bool:

@@ -20,7 +20,7 @@ from magicdec.costmodel.round import Setup
 
 TABLE = Path(__file__).parent / "published" / "errors.csv"
 COVERED = 0.9  # of the intervals
-LARGE = 32  # rows of a batch from which engines compute rather than read
+LARGE_BATCH = 32  # rows of a batch from which engines compute rather than read
 MIN_SOURCES = 3  # of errors of one kind; with fewer, those of more kinds count
 # An opinion that weighs as much as one source: gains and losses are equally likely.
 PRIOR = 0.5
@@ -115,7 +115,9 @@ def _alike(case: Case, errors: Sequence[Error]) -> list[Error]:
     same = [error for error in errors if error.case.is_calibrated == case.is_calibrated]
     if case.is_calibrated:  # of one kind, and of few sources
         return same
-    by_batch = [error for error in same if (error.case.batch < LARGE) == (case.batch < LARGE)]
+    by_batch = [
+        error for error in same if (error.case.batch < LARGE_BATCH) == (case.batch < LARGE_BATCH)
+    ]
     by_draft = [error for error in by_batch if error.case.family == case.family]
     for kind in (by_draft, by_batch):
         if len({error.source for error in kind}) >= MIN_SOURCES:

@@ -18,7 +18,7 @@ from math import exp, log
 from statistics import fmean, median
 from typing import NamedTuple
 
-from magicdec.costmodel.step_fit import CellSteps, Engine, fit_engine
+from magicdec.costmodel.step_fit import CellSteps, EngineFit, fit_engine
 from magicdec.errors import UserError
 
 PAYS = "pays"
@@ -27,9 +27,9 @@ VERIFICATION = "verification"
 DRAFTING = "drafting"
 SCHEDULING = "scheduling"
 UNKNOWN = "unknown"
-FEWEST = 8  # cells with T_V from which a fit can tell verification from scheduling
+MIN_VERIFIED_CELLS = 8  # cells with T_V from which a fit can tell verification from scheduling
 # By so much the bytes of decode steps must differ for a fit to tell them from an overhead.
-SPREAD = 1.2
+MIN_BYTES_RATIO = 1.2
 # What can be wrong, in the order in which equal gains are named.
 CAUSES = (VERIFICATION, DRAFTING, SCHEDULING, ACCEPTANCE)
 
@@ -73,7 +73,7 @@ class Diagnosis:
     missing: float  # of the predicted speedup, as a share of it
     paying: tuple[CellSteps, ...]
     cells: tuple[CellSteps, ...]
-    engine: Engine
+    engine: EngineFit
 
 
 def diagnose(
@@ -96,7 +96,7 @@ def diagnose(
         if loss.share >= max(getattr(limit, loss.cause), noise) and _is_fitted(loss.cause, cells)
     )
     paying = tuple(cell for cell in cells if cell.speedup > 1)
-    ratios = [cell.speedup / engine.speedup(cell) for cell in cells]
+    ratios = [cell.speedup / engine.expected_speedup(cell) for cell in cells]
     missing = 1 - exp(fmean(map(log, ratios)))
     cause, sentence = _judged(cells, losses, named, engine, missing, limit.unknown)
     return Diagnosis(cause, sentence, tuple(losses), named, missing, paying, tuple(cells), engine)
@@ -115,7 +115,7 @@ def _can_tell_growth(cells: Sequence[CellSteps]) -> bool:
     """Return whether there are enough verifications to tell what grows from what does not by a
     fit, which a few always satisfy.
     """
-    return sum(cell.verify_s is not None for cell in cells) >= FEWEST
+    return sum(cell.verify_s is not None for cell in cells) >= MIN_VERIFIED_CELLS
 
 
 def _differ(cells: Sequence[CellSteps]) -> bool:
@@ -123,10 +123,10 @@ def _differ(cells: Sequence[CellSteps]) -> bool:
     step of a smaller model should take: a fit splits steps that are alike in any way.
     """
     num_bytes = [cell.target_limit.bytes_s for cell in cells]
-    return max(num_bytes) > SPREAD * min(num_bytes)
+    return max(num_bytes) > MIN_BYTES_RATIO * min(num_bytes)
 
 
-def _losses(cells: Sequence[CellSteps], tokens: float, engine: Engine) -> list[Loss]:
+def _losses(cells: Sequence[CellSteps], tokens: float, engine: EngineFit) -> list[Loss]:
     """Return what each cause costs at the cell that it costs most, in requests per second."""
     late = _late_drafts(cells, engine)
 
@@ -139,7 +139,7 @@ def _losses(cells: Sequence[CellSteps], tokens: float, engine: Engine) -> list[L
         return max(0.0, fitted_wait_s + cell.wait_s + cell.overhead_s)
 
     def drafting(cell: CellSteps) -> float:
-        should = engine.draft_s(cell)
+        should = engine.expected_draft_s(cell)
         return 0.0 if should is None else cell.gamma * (late.seconds + late.ratio * should)
 
     def acceptance(cell: CellSteps) -> float:
@@ -179,12 +179,12 @@ class _Late(NamedTuple):
     ratio: float = 0.0  # of one that is, over what it should take
 
 
-def _late_drafts(cells: Sequence[CellSteps], engine: Engine) -> _Late:
+def _late_drafts(cells: Sequence[CellSteps], engine: EngineFit) -> _Late:
     """Return what draft steps take beyond what they should, in the median cell."""
     seconds = list[float]()
     ratios = list[float]()
     for cell in cells:
-        should, time = engine.draft_s(cell), cell.draft_s
+        should, time = engine.expected_draft_s(cell), cell.draft_s
         if time is None or should is None:
             continue
         if should:
@@ -201,7 +201,7 @@ def _judged(
     cells: Sequence[CellSteps],
     losses: Sequence[Loss],
     named: Sequence[str],
-    engine: Engine,
+    engine: EngineFit,
     missing: float,
     unknown: float,
 ) -> tuple[str, str]:
@@ -227,13 +227,13 @@ def _remedy(cells: Sequence[CellSteps]) -> str:
     if all(cell.verify_s is None for cell in cells):
         return " (T_V and T_D cannot be told apart)"
     differ = _differ(cells)
-    if len(cells) >= FEWEST:
+    if len(cells) >= MIN_VERIFIED_CELLS:
         return "" if differ else " (more different batches and contexts can tell it)"
     of_what = "" if differ else ", of more different batches and contexts"
-    return f" (at least {FEWEST} cells can tell it{of_what})"
+    return f" (at least {MIN_VERIFIED_CELLS} cells can tell it{of_what})"
 
 
-def _named(loss: Loss, engine: Engine) -> str:
+def _named(loss: Loss, engine: EngineFit) -> str:
     """Return the sentence of a cause: what is wrong, a number, and what it costs."""
     cell = loss.cell
     cost = f"without it, {cell.speedup:.2f}x would be {loss.speedup:.2f}x there"
@@ -246,7 +246,7 @@ def _named(loss: Loss, engine: Engine) -> str:
             f" with context times gamma; {cost}"
         )
     if loss.cause == DRAFTING:
-        should = engine.draft_s(cell) or 0.0
+        should = engine.expected_draft_s(cell) or 0.0
         drafts = f"a draft step takes {1e3 * (cell.draft_s or 0.0):.1f} ms at {cell.label}"
         return f"drafting too slow: {drafts} and should take {1e3 * should:.1f} ms; {cost}"
     if loss.cause == SCHEDULING:

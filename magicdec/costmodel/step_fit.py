@@ -19,7 +19,7 @@ from magicdec.costmodel.bounded_fit import fit_bounded
 # The most that each part of a pass may be: an engine that needs longer for its FLOPs does not lack
 # them.
 SLOWEST = 4.0
-MOST = (inf, inf, SLOWEST, inf, inf)
+UPPER_BOUNDS = (inf, inf, SLOWEST, inf, inf)
 
 
 class Limit(NamedTuple):
@@ -86,7 +86,7 @@ class CellSteps:
 
 
 @dataclass(frozen=True)
-class Engine:
+class EngineFit:
     """The findings about an engine from the times of its passes."""
 
     overhead_s: float  # of a pass
@@ -109,25 +109,25 @@ class Engine:
         passes = self.of_bytes * limit.bytes_s + self.of_flops * limit.flops_s
         return depth * self.overhead_s + passes
 
-    def draft_s(self, cell: CellSteps) -> float | None:
+    def expected_draft_s(self, cell: CellSteps) -> float | None:
         """Return how long a draft step should take; None where nothing is known of the draft."""
         limit = cell.draft_limit
         if limit is None:
             return None
         return self.expected_s(limit, cell.draft_depth) if limit.seconds else 0.0
 
-    def speedup(self, cell: CellSteps) -> float:
+    def expected_speedup(self, cell: CellSteps) -> float:
         """Return the speedup with steps as long as they should be, and the acceptance that was
         expected.
         """
-        should = self.draft_s(cell)
+        should = self.expected_draft_s(cell)
         draft = (cell.draft_s or 0.0) if should is None else should
         whole = self.expected_s(cell.verify_limit) + cell.gamma * draft
         length = cell.expected_length or cell.length
         return length * self.expected_s(cell.target_limit) / whole
 
 
-def fit_engine(cells: Sequence[CellSteps]) -> Engine:
+def fit_engine(cells: Sequence[CellSteps]) -> EngineFit:
     """Return what decode steps and verifications show, fitted to both at once."""
     steps = list({(cell.batch, cell.context): cell for cell in cells}.values())
     verified = [cell for cell in cells if cell.verify_s is not None]
@@ -141,6 +141,6 @@ def fit_engine(cells: Sequence[CellSteps]) -> Engine:
         "wait_s": none + [1.0] * len(verified),
         "reads": none + [cell.gamma * cell.entries.bytes_s for cell in verified],
     }
-    fitted, residual = fit_bounded(np.array([*columns.values()]).T, np.array(times), MOST)
+    fitted, residual = fit_bounded(np.array([*columns.values()]).T, np.array(times), UPPER_BOUNDS)
     overhead_s, of_bytes, of_flops, wait_s, reads = fitted
-    return Engine(overhead_s, of_bytes, of_flops, wait_s, reads, residual)
+    return EngineFit(overhead_s, of_bytes, of_flops, wait_s, reads, residual)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from magicdec.errors import UserError
 
 COMMAND = "vllm bench forward --exclude-drafter --output-json FILE"
-NEAR = 0.1  # of a point's context, by which that of its case may differ
+NEAR_CONTEXT = 0.1  # of a point's context, by which that of its case may differ
 
 
 class ForwardTime(NamedTuple):
@@ -74,7 +74,8 @@ def with_forward(
         near = [
             time
             for time in times
-            if time.batch == line["batch_size"] and abs(time.context - context) <= NEAR * context
+            if time.batch == line["batch_size"]
+            and abs(time.context - context) <= NEAR_CONTEXT * context
         ]
         near.sort(key=lambda time: abs(time.context - context), reverse=True)  # the nearest wins
         steps = {0: "target_decode", line.get("gamma"): "verify"}

@@ -23,7 +23,7 @@ from magicdec.tracking.run_files import GENERATION, GenerationLine, read_lines
 from magicdec.tracking.store import counted
 from magicdec.units import WAYS
 
-MOST = 100  # repeats that anyone would wait for
+MOST_REPEATS = 100  # repeats that anyone would wait for
 FIGURES = ("speedup", "speedup_wall", "acceptance_length")
 
 
@@ -103,8 +103,9 @@ def _what_would_tell(change: Difference) -> str:
     if half_width(change.rows) > abs(change.value):
         return "more repeats would not tell, more rows might"
     number = next(
-        (more for more in range(1, MOST) if change.half_width(more) < abs(change.value)), None
+        (more for more in range(1, MOST_REPEATS) if change.half_width(more) < abs(change.value)),
+        None,
     )
     if number is None:
-        return f"{MOST} more repeats of both would not tell"
+        return f"{MOST_REPEATS} more repeats of both would not tell"
     return f"about {counted(number, 'more repeat')} of both would tell"

@@ -129,9 +129,9 @@ def run(plan: Plan, run: "Run", progress: Progress) -> Outcome:
 def prediction_of(plan: Plan, results: Metrics) -> Metrics:
     """Return what the formula and the cost model say of a run that has been measured."""
     # Here, because measuring must not wait for them.
-    from magicdec.scenarios.prediction_errors import predicted
+    from magicdec.scenarios.prediction_errors import prediction_metrics
 
-    return predicted(plan, results)
+    return prediction_metrics(plan, results)
 
 
 def so_far(plan: Plan, run: "Run") -> Outcome:

@@ -88,19 +88,19 @@ def cells_of(
         verify_ms = line.get("time/verify_ms")
         cells.append(
             CellSteps(
-                line["batch_size"],
-                context,
-                gamma,
-                line["time/target_decode_ms"] / 1e3,
-                line["time/round_ms"] / 1e3,
-                length,
-                limit.target,
-                limit.verify,
-                limit.entries,
-                None if verify_ms is None else verify_ms / 1e3,
-                limit.draft if knows_draft else None,
-                draft_depth(at, gamma),
-                expected_of(context, gamma),
+                batch=line["batch_size"],
+                context=context,
+                gamma=gamma,
+                target_s=line["time/target_decode_ms"] / 1e3,
+                round_s=line["time/round_ms"] / 1e3,
+                length=length,
+                target_limit=limit.target,
+                verify_limit=limit.verify,
+                entries=limit.entries,
+                verify_s=None if verify_ms is None else verify_ms / 1e3,
+                draft_limit=limit.draft if knows_draft else None,
+                draft_depth=draft_depth(at, gamma),
+                expected_length=expected_of(context, gamma),
                 overhead_s=line.get("time/overhead_ms", 0.0) / 1e3,
             )
         )

@@ -105,7 +105,7 @@ def warm_up_of(jobs: Sequence[RequestSpec]) -> RequestSpec:
     )
 
 
-def speed_metrics(
+def level_metrics(
     units: Mapping[str, LevelUnit], scenario: Serve, categories: Sequence[str] = ()
 ) -> Metrics:
     """Return the speed of each way, named as in scenario=compare, and its latencies by category, of

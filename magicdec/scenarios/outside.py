@@ -54,7 +54,7 @@ from magicdec.verification.sampling import Sampling
 
 AUTOREGRESSIVE, SPECULATIVE = WAYS
 FREE_ALPHA = 0.7  # with which a free draft is accepted where there is no other to compare with
-FEWEST = 0.8  # of gamma: with fewer proposals, a round is not its verification
+MIN_PROPOSED_SHARE = 0.8  # of gamma: with fewer proposals, a round is not its verification
 PERIOD = 32  # tokens of a prompt that repeats, so that n-grams are found
 
 
@@ -293,7 +293,7 @@ def _speculation(gamma: int, free: Burst | None, draft: Burst | None) -> dict[st
     if free:
         # A server that counts no proposals may have made none: then a round is a decode step.
         line["free/proposed"] = proposed = free.gamma or 0.0
-        free = free if proposed >= FEWEST * gamma else None
+        free = free if proposed >= MIN_PROPOSED_SHARE * gamma else None
     if free:
         line |= _timed("verify", free)
     if draft:

@@ -21,7 +21,7 @@ SPEEDUPS = ("predicted/speedup", "predicted/pays", "predicted/break_even_alpha")
 log = logging.getLogger(__name__)
 
 
-def predicted(plan: Plan, results: Mapping[str, Any]) -> Metrics:
+def prediction_metrics(plan: Plan, results: Mapping[str, Any]) -> Metrics:
     """Return `formula/*`, `predicted/*`, `limit/*` and `published/*` for the results of a run with
     a draft.
     """

@@ -26,9 +26,9 @@ from magicdec.planning.shared import SHARED
 from magicdec.scenarios.level_units import LevelUnit, LevelUnits, ServedRequest
 from magicdec.scenarios.levels import (
     jobs_of,
+    level_metrics,
     levels_of,
     prompts_of,
-    speed_metrics,
     view,
     warm_up_of,
 )
@@ -202,7 +202,7 @@ def _level_metrics(
     units: Mapping[str, LevelUnit], plan: Plan, categories: Sequence[str]
 ) -> Metrics:
     """Return the metrics of both ways and their comparison."""
-    result = speed_metrics(units, plan.config.settings(Serve), categories)
+    result = level_metrics(units, plan.config.settings(Serve), categories)
     if "speculative" not in units:
         return result
     fast = units["speculative"]

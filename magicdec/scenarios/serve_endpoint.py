@@ -27,9 +27,9 @@ from magicdec.planning.resolved import Plan
 from magicdec.scenarios.level_units import LevelUnit, LevelUnits, ServedRequest, answered_pairs
 from magicdec.scenarios.levels import (
     jobs_of,
+    level_metrics,
     levels_of,
     prompts_of,
-    speed_metrics,
     view,
     warm_up_of,
 )
@@ -101,7 +101,7 @@ class Measurement:
         comparisons of those that both have.
         """
         categories = self.prompts.categories
-        result = speed_metrics(ways, self.plan.config.settings(Serve), categories)
+        result = level_metrics(ways, self.plan.config.settings(Serve), categories)
         if "speculative" in ways:
             result |= by_category(categories, partial(_acceptance, ways["speculative"]))
         for way, unit in ways.items():

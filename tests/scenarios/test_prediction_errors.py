@@ -21,7 +21,7 @@ def test_steps_are_predicted_after_the_prompts_and_speedups_halfway_through_the_
     )
     results = {"gamma": 4, "alpha": 0.8, "data/context_len_mean": 512, "speedup": 1.0}
     results |= {f"time/{step}_ms": 1.0 for step in ("target_decode", "draft", "verify")}
-    found = prediction_errors.predicted(plan, results | {"roofline/bandwidth_gbs": 10.0})
+    found = prediction_errors.prediction_metrics(plan, results | {"roofline/bandwidth_gbs": 10.0})
     after_prompts, halfway = (
         round_times(setup_of(plan, *RATES).at(context=context), 4) for context in (512, 1024)
     )

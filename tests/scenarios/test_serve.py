@@ -103,7 +103,7 @@ def test_requests_that_fail_in_one_way_lower_no_figure_of_the_other():
         "autoregressive": LevelUnit(load, "autoregressive", 10.0, plain + [answer()] * 3, {}),
         "speculative": LevelUnit(load, "speculative", 5.0, fast + [answer(0.1)] * 3, {}),
     }
-    found = levels.speed_metrics(units, scenario, "aaabbb")
+    found = levels.level_metrics(units, scenario, "aaabbb")
     assert found["autoregressive/requests_per_second"] == 3 / 10
     assert found["speculative/requests_per_second"] == 6 / 5
     assert found["speculative/tokens_per_second"] == 6 * 5 / 5
@@ -113,4 +113,4 @@ def test_requests_that_fail_in_one_way_lower_no_figure_of_the_other():
     assert "category/a/autoregressive/time_to_first_token_ms" in found
     assert "category/b/autoregressive/time_to_first_token_ms" not in found, "none was answered"
     whole = {way: replace(unit, requests=unit.requests[:3]) for way, unit in units.items()}
-    assert levels.speed_metrics(whole, scenario)["speedup_duration"] == 10 / 5
+    assert levels.level_metrics(whole, scenario)["speedup_duration"] == 10 / 5
