@@ -18,6 +18,8 @@ from magicdec.costmodel.tables import Row
 from magicdec.errors import UserError
 from magicdec.inputs.rules import parse
 from magicdec.measure.ceilings import matmul_rate, read_bandwidth
+from magicdec.measure.system import Interference
+from magicdec.measure.trust import disturbance
 from magicdec.planning import build
 from magicdec.planning.resolve import resolve
 from magicdec.planning.resolved import Plan
@@ -101,6 +103,7 @@ class Measured(NamedTuple):
     values: dict[str, Any]  # of the group hardware
     is_served: bool = False  # measured by requests to an engine
     diagnosis: str = ""  # of a server that speculates
+    disturbed: str | None = None  # what else the machine was doing, in words
 
 
 def measured(
@@ -151,6 +154,7 @@ def measure_here(overrides: Sequence[str]) -> Measured:
     rows: list[Row] = []
     models: dict[str, ModelConfig] = {}
     rates = []
+    disturbances = []
     device = this_machine(overrides).device.type
     names_target = any(text.startswith("target") for text in overrides)
     for target in [[]] if names_target else TARGETS[device]:
@@ -167,13 +171,15 @@ def measure_here(overrides: Sequence[str]) -> Measured:
             progress() as bars,
             bars.task(f"timing {plan.config.target.name}", total=len(points)) as task,
         ):
+            interference = Interference(plan.device, plan.num_ranks)
             rates.append(rates_of(plan))
             for point in time_plan(plan, bars, points):
                 rows += profile_rows(asdict(plan.config), [point], plan.weight_bytes)
                 task.advance(1)
             rates.append(rates_of(plan))
+            disturbances.append(interference.description())
     bandwidth, flops = [max(rate) for rate in zip(*rates, strict=True)]
-    return measured(
+    found = measured(
         rows,
         models,
         asdict(plan.config.hardware),
@@ -181,6 +187,7 @@ def measure_here(overrides: Sequence[str]) -> Measured:
         plan.device_name,
         (bandwidth, flops),
     )
+    return found._replace(disturbed=disturbance([disturbances]))
 
 
 def this_machine(overrides: Sequence[str]) -> Plan:

@@ -27,7 +27,7 @@ from magicdec.costmodel.calibration import (
 from magicdec.costmodel.hardware import configured
 from magicdec.costmodel.stacks import OWN_STACK
 from magicdec.costmodel.tables import Row
-from magicdec.errors import UserError, exit_code
+from magicdec.errors import UserError, exit_code, to_stderr
 from magicdec.inputs.rules import FileName, parse
 from magicdec.peers.openai import INSTALL
 from magicdec.tracking.cells import new_table
@@ -135,6 +135,11 @@ def write(path: Path, measured: Measured) -> None:
             f"cannot write {shown(path)}: {error.strerror}; run it in a folder of your own"
         ) from error
     console.print(f"{shown(path)}: predictions take it with hardware={path.stem}", soft_wrap=True)
+    if measured.disturbed:
+        to_stderr(
+            f"warning: {measured.disturbed}: predictions with hardware={path.stem} will be too"
+            " slow; stop the other programs, then calibrate again"
+        )
     if measured.diagnosis:
         console.print(f"diagnosis: {measured.diagnosis}", soft_wrap=True)
 

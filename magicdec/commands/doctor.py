@@ -33,7 +33,7 @@ from magicdec.engine.output_audit import audit
 from magicdec.errors import UserError, exit_code, in_one_line
 from magicdec.measure import ceilings
 from magicdec.measure.memory_use import available_bytes
-from magicdec.measure.system import cpu_name, driver_version
+from magicdec.measure.system import Interference, cpu_name, driver_version
 from magicdec.planning import build
 from magicdec.planning.as_draft import examine_pair, read_description
 from magicdec.planning.before_download import examine as examine_model
@@ -276,11 +276,12 @@ def rounds(device: torch.device) -> Iterator[Finding]:
 
 
 def speed(device: torch.device) -> Iterator[Finding]:
-    """Measure bandwidth and matmul rate. On a GPU that the cost model knows, compare them with the
-    datasheet.
+    """Measure bandwidth and matmul rate, and the work of other programs meanwhile. On a GPU that
+    the cost model knows, compare the rates with the datasheet.
     """
     dtype = DTYPES[device.type]
     listed = device_in(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    interference = Interference(device)
     bandwidth = ceilings.read_bandwidth(device)
     rate = ceilings.matmul_rate(device, dtype)
     name = f"matmul {str(dtype).removeprefix('torch.')}"
@@ -298,6 +299,8 @@ def speed(device: torch.device) -> Iterator[Finding]:
         if slow:
             text += "; is another process using the GPU, or is it throttled?"
         yield Finding(NOTE if slow else OK, check, text)
+    if disturbed := interference.description():
+        yield Finding(NOTE, "other work", f"{disturbed} meanwhile: stop them before you measure")
 
 
 def sums(device: torch.device) -> Iterator[Finding]:

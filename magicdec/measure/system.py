@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from magicdec.measure.memory_use import proc_bytes
+from magicdec.measure.trust import TOOK
 from magicdec.units import GIB
 
 PERIOD_S = 5.0
@@ -84,7 +85,7 @@ class Interference:
         idle = now[1] - self._before[1]
         others = (total - idle - ours) / total if total >= FEWEST_TICKS else 0.0
         if others > DISTURBED:
-            return f"other programs took {others:.0%} of the processors"
+            return TOOK.format(f"{others:.0%}")
         return "other programs used the GPU" if self._gpu.metrics().get("gpu/shared") else None
 
 

@@ -3,7 +3,8 @@
 Torch-free, because reports ask it of many runs.
 """
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from magicdec.units import is_number
@@ -26,6 +27,37 @@ CROSS_CHECKS = {
     "agreement/prediction": (2.0, "an autoregressive step took {:.2g} times as long as predicted"),
 }
 BASELINE = "autoregressive/time_per_output_token_ms"
+DISTURBED = "disturbed"  # of a result: what has disturbed the repeats that count, in words
+TOOK = "other programs took {} of the processors"
+
+
+def disturbance(by_repeat: Sequence[Sequence[str | None]]) -> str | None:
+    """Return what has disturbed a run, in words: of each repeat, what has disturbed its batches.
+    None if nothing has.
+    """
+    reasons = [reason for batches in by_repeat for reason in batches if reason]
+    if not reasons:
+        return None
+    number = sum(any(batches) for batches in by_repeat)
+    what = _in_short(reasons)
+    if len(by_repeat) == 1:
+        return what
+    if number == len(by_repeat):
+        return f"{what} in all {number} repeats"
+    return f"{what} in {number} of {len(by_repeat)} repeats"
+
+
+def _in_short(reasons: Sequence[str]) -> str:
+    """Return one text for several reasons, with the range of the shares that other programs
+    took.
+    """
+    shares = [re.fullmatch(TOOK.format(r"(\d+)%"), reason) for reason in reasons]
+    percents = sorted({int(share[1]) for share in shares if share})
+    others = dict.fromkeys(
+        reason for reason, share in zip(reasons, shares, strict=True) if share is None
+    )
+    taken = " to ".join(f"{percent}%" for percent in dict.fromkeys([*percents[:1], *percents[-1:]]))
+    return ", ".join([*([TOOK.format(taken)] if taken else []), *others])
 
 
 def noise(result: Mapping[str, Any]) -> list[str]:
@@ -33,12 +65,21 @@ def noise(result: Mapping[str, Any]) -> list[str]:
     so.
     """
     numbers = {key: value for key, value in result.items() if isinstance(value, int | float)}
+    reasons = [result[DISTURBED]] if isinstance(result.get(DISTURBED), str) else []
     spread = numbers.get("speedup_spread", 0.0)
-    reasons = [f"the speedup spreads over {spread:.0%} between repeats"] if spread > NOISY else []
+    if spread > NOISY:
+        reasons.append(f"the speedup spreads over {spread:.0%} between repeats")
     for key, (factor, words) in CROSS_CHECKS.items():
         if not 1 / factor <= numbers.get(key, 1.0) <= factor:
             reasons.append(words.format(numbers[key]))
     return reasons
+
+
+def remedy(result: Mapping[str, Any]) -> str:
+    """Return what to do about a noisy run, in words."""
+    if DISTURBED in result:
+        return "stop the other programs, then measure it again"
+    return "measure it again"
 
 
 def slowness(result: Mapping[str, Any], earlier: Iterable[Mapping[str, Any]]) -> dict[str, float]:

@@ -7,7 +7,14 @@ from itertools import accumulate, takewhile
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from magicdec.measure.trust import CROSS_CHECKS, NOISY, gpu_trouble, is_impossible, noise
+from magicdec.measure.trust import (
+    CROSS_CHECKS,
+    DISTURBED,
+    NOISY,
+    gpu_trouble,
+    is_impossible,
+    noise,
+)
 from magicdec.report.fastest import is_synthetic, is_too_large
 from magicdec.report.query import (
     BETWEEN_ENGINES,
@@ -213,11 +220,14 @@ def _notes(rows: Sequence[Row]) -> Iterator[str]:
         yield f"{number(failed)} failed; --columns id,kind,reason says why"
     if noisy := [row for row in rows if noise(row)]:
         keys = [
-            key for key in ("speedup_spread", *CROSS_CHECKS) if any(key in row for row in noisy)
+            key
+            for key in (DISTURBED, "speedup_spread", *CROSS_CHECKS)
+            if any(key in row for row in noisy)
         ]
         yield (
-            f"{number(noisy)} noisy, marked !: repeats spread over more than {NOISY:.0%}, or what"
-            f" was measured twice disagrees; --columns id,{','.join(keys)} says how"
+            f"{number(noisy)} noisy, marked !: other programs ran, repeats spread over more than"
+            f" {NOISY:.0%}, or what was measured twice disagrees; --columns id,{','.join(keys)}"
+            " says how"
         )
     if impossible := [row for row in rows if is_impossible(row)]:
         yield (

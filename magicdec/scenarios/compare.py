@@ -6,6 +6,7 @@ A session decodes what the run lacks, one batch after another, and writes each u
 measured them (run_figures.py).
 """
 
+import logging
 from contextlib import closing
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -37,6 +38,8 @@ from magicdec.units import GIB
 
 if TYPE_CHECKING:
     from magicdec.tracking.store import Run
+
+log = logging.getLogger(__name__)
 
 MOST_LEFT_OUT = 2  # units in a row with other tokens than the first: no further ones are measured
 # Figures that a run keeps while repeats are added to it.
@@ -158,6 +161,8 @@ def _decode(session: Session, batch: Batch, number: int) -> None:
             ways["speculative"] = _generate(batch.decoder, batch.draft, session.progress)
         unit = Unit(number, batch.prefill_s, ways, interference.description())
         new.append(session.stored.add(unit))
+        if unit.disturbed:
+            log.info("batch %d, repeat %d: %s", number, len(new), unit.disturbed)
         if number == session.plan.config.batch.num_batches - 1:
             done = session.stored.units.num_repeats
             times = {way: [rows] for way, rows in unit.times().items()}

@@ -6,6 +6,7 @@ from functools import cached_property
 from magicdec.data import Prompts
 from magicdec.measure import metrics
 from magicdec.measure.metrics import Metrics, Rounds, Times
+from magicdec.measure.trust import DISTURBED, disturbance
 from magicdec.planning.resolved import Plan
 from magicdec.scenarios.outputs import Outputs, lossless, speeds
 from magicdec.scenarios.repeats import Goal, minutes, precision
@@ -69,6 +70,8 @@ class Figures:
         results: Metrics = {"repeats": len(self.times)}
         if disturbed := units.num_repeats - len(self.times):
             results["repeats_disturbed"] = disturbed
+        if (why := disturbance(self.repeats.disturbed)) is not None:
+            results[DISTURBED] = why
         if units.left_out:
             results |= {
                 "repeats_left_out": len(units.left_out),

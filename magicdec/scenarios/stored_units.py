@@ -168,6 +168,11 @@ class Repeats:
         return [{way: [unit[way] for unit in repeat] for way in repeat[0]} for repeat in repeats]
 
     @property
+    def disturbed(self) -> list[list[str | None]]:
+        """Return what has disturbed every repeat, by batch."""
+        return [[unit.disturbed for unit in repeat] for repeat in self.repeats]
+
+    @property
     def speculative(self) -> list[list[Generation]]:
         """Return the speculative generations of every repeat, one of each batch."""
         generations = [[unit.speculative for unit in repeat] for repeat in self.repeats]

@@ -36,6 +36,7 @@ SpeedFigures = TypedDict(
         "repeats_left_out": int,
         "repeats_left_out_why": str,
         "noisy": bool,
+        "disturbed": str,
         "gamma": int,
         "prefill/shared": bool,
         "autoregressive/tokens_per_second": Figure,

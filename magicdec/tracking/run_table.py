@@ -12,7 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from magicdec.measure.trust import gpu_trouble, is_impossible, noise
+from magicdec.measure.trust import gpu_trouble, is_impossible, noise, remedy
 from magicdec.tracking.cells import new_table, three_digits
 from magicdec.tracking.console import Console
 from magicdec.tracking.descriptions import (
@@ -286,9 +286,11 @@ def _memory(metrics: Metrics) -> Iterator[tuple[str, Text]]:
     parts = [f"{label} {three_digits(size)}" for label, size in sizes.items() if size]
     if parts:
         yield "memory, GiB", Text(", ".join(parts))
-    for label, trouble in (("NOISY", noise(metrics)), ("GPU", gpu_trouble(metrics))):
-        if trouble:
-            yield label, Text(f"{', '.join(trouble)}: measure it again", style="yellow")
+    signs = {"NOISY": (noise(metrics), remedy(metrics))}
+    signs["GPU"] = (gpu_trouble(metrics), "measure it again")
+    for label, (reasons, what_to_do) in signs.items():
+        if reasons:
+            yield label, Text(f"{', '.join(reasons)}: {what_to_do}", style="yellow")
 
 
 def _grid(history: Sequence[Mapping[str, Any]]) -> Table:

@@ -34,3 +34,15 @@ def test_rows_describe_what_was_timed(monkeypatch):
     (row,) = measured.rows
     assert (row.draft, row.policy, row.kv_budget) == ("tiny-draft", "snapkv", 48)
     assert (row.element_bytes, row.weight_bytes) == (4, 2), "of a float32 run: stored as bfloat16"
+
+
+@pytest.mark.parametrize("share", [None, "other programs took 81% of the processors"])
+def test_a_calibration_of_a_busy_machine_warns(here, monkeypatch, capsys, share):
+    pytest.importorskip("scipy")
+    monkeypatch.setitem(steps.GRIDS, "cpu", ((1, 2), (256, 512), (2,)))
+    monkeypatch.setattr(steps, "BUDGET", 64)
+    monkeypatch.setattr(steps.Interference, "description", lambda _: share)
+    assert calibrate.main(["target=tiny", "hardware=cpu"]) == 0
+    warnings = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
+    assert len(warnings) == (0 if share is None else 1)
+    assert all(line.startswith(f"warning: {share}: predictions with") for line in warnings)

@@ -51,6 +51,16 @@ def test_a_machine_without_a_gpu_is_healthy(capsys):
     assert all(words in shown for words in ("cannot be reached", "is ready"))
 
 
+def test_a_machine_that_others_use_is_called_busy_next_to_its_speed(monkeypatch):
+    """Of 1,000 ticks of all processors 190 were idle, and none were ours: others took 81%."""
+    times = iter([(0, 0), (1000, 190)])
+    monkeypatch.setattr(system, "_processor_times", lambda: next(times))
+    monkeypatch.setattr(system, "_own_ticks", lambda: 0.0)
+    found = list(doctor.speed(CPU))
+    assert [finding.status for finding in found] == [OK, OK, NOTE]
+    assert found[-1].text.startswith("other programs took 81% of the processors")
+
+
 @pytest.mark.parametrize(("broken", "words"), [(0.1, "0.1"), (float("nan"), "nan")])
 def test_a_kernel_that_computes_something_else_fails(monkeypatch, capsys, broken, words):
     attend = SdpaAttention.attend

@@ -104,7 +104,8 @@ KEPT = (
     r"memory/\w+_kv_gib"
 )
 PREDICTED = rf"{KEPT}|(predicted|published)/"
-IGNORED = ("commit", "commit_dirty")  # missing in an installation
+# Missing in an installation, and on a machine without other work.
+IGNORED = ("commit", "commit_dirty", "disturbed")
 
 
 def recorded(name: str) -> dict[str, Record]:

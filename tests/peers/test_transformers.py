@@ -185,7 +185,7 @@ def test_a_run_leaves_what_a_run_of_ours_leaves(tmp_path, monkeypatch):
         "status",
     )
     assert [other[key] for key in alike] == [native[key] for key in alike]
-    only_ours = ("time/", "agreement/", "noisy", "roofline/", "limit/", "formula/")
+    only_ours = ("time/", "agreement/", "noisy", "disturbed", "roofline/", "limit/", "formula/")
     only_ours += (
         "predicted/",
         "published/",

@@ -27,6 +27,35 @@ def test_a_disturbed_run_says_so_with_a_single_repeat(tmp_path, monkeypatch, cap
     assert "NOISY" in capsys.readouterr().out
 
 
+def test_a_run_whose_repeats_are_all_disturbed_names_the_other_programs(
+    tmp_path, monkeypatch, capsys
+):
+    """Three repeats, and all count, because none is undisturbed."""
+    shares = iter([78, 84, 81])
+    monkeypatch.setattr(
+        compare.Interference,
+        "description",
+        lambda _: f"other programs took {next(shares)}% of the processors",
+    )
+    run = run_here(tmp_path, "scenario.repeats=3")
+    why = "other programs took 78% to 84% of the processors in all 3 repeats"
+    assert run.metrics["disturbed"] == why
+    assert run.metrics["repeats"] == 3
+    assert run.metrics["noisy"] is True
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"NOISY {why}" in shown
+    assert "stop the other programs, then measure it again" in shown
+    log = (run.folder / "log.txt").read_text()
+    assert "batch 0, repeat 2: other programs took 84% of the processors" in log
+
+
+def test_a_run_says_how_many_of_the_repeats_that_count_were_disturbed(tmp_path, monkeypatch):
+    reasons = iter([None, "other programs took 50% of the processors", None, None])
+    monkeypatch.setattr(compare.Interference, "description", lambda _: next(reasons))
+    first = run_here(tmp_path, "scenario.repeats=4").metrics
+    assert first["disturbed"] == "other programs took 50% of the processors in 1 of 4 repeats"
+
+
 def test_a_machine_that_is_slow_throughout_is_noticed(tmp_path):
     """An earlier attempt at the same run was faster."""
     run = run_here(tmp_path)
