@@ -56,8 +56,11 @@ def _in_short(reasons: Sequence[str]) -> str:
     others = dict.fromkeys(
         reason for reason, share in zip(reasons, shares, strict=True) if share is None
     )
-    taken = " to ".join(f"{percent}%" for percent in dict.fromkeys([*percents[:1], *percents[-1:]]))
-    return ", ".join([*([TOOK.format(taken)] if taken else []), *others])
+    if not percents:
+        return ", ".join(others)
+    least, most = percents[0], percents[-1]
+    taken = f"{most}%" if least == most else f"{least}% to {most}%"
+    return ", ".join([TOOK.format(taken), *others])
 
 
 def noise(result: Mapping[str, Any]) -> list[str]:

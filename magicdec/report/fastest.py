@@ -51,6 +51,17 @@ BY = {
     PREDICTED: "Measure: the cost model's speedup",
 }
 
+FASTER, SLOWER, WITHIN_NOISE, UNKNOWN = "faster", "slower", "within noise", "not known"
+# What the sentence about a place adds to its speedup, by whether speculation is faster there.
+IN_A_SENTENCE = {
+    FASTER: "",
+    SLOWER: "; autoregressive decoding is faster",
+    WITHIN_NOISE: "; not faster than autoregressive decoding by more than noise",
+    UNKNOWN: (
+        f"; an interval needs at least {MIN_ROWS} rows and {MIN_REPEATS} repeats (scenario.repeats)"
+    ),
+}
+
 
 @dataclass(frozen=True)
 class RankedPlace:
@@ -82,13 +93,23 @@ class RankedPlace:
         return [row for row in self.others if row[self.key] > least and is_synthetic(row) == drawn]
 
     @property
+    def verdict(self) -> str:
+        """Return whether speculation is faster here."""
+        if self.key == PREDICTED:
+            return FASTER if self.best[PREDICTED] > 1 else SLOWER
+        return verdict_of(self.best, self.key)
+
+    @property
     def faster(self) -> str:
-        """Return which way of decoding is faster here."""
-        low, high = interval(self.best, self.key) or (self.best[self.key],) * 2
-        if low <= 1 <= high and low < high:
-            return "within noise"
-        if self.best[self.key] > 1:
+        """Return which way of decoding is faster here, in words."""
+        if self.verdict == FASTER:
             return "speculative"
+        if self.verdict == UNKNOWN:
+            repeats = self.best.get("repeats", 0)
+            is_few = 0 < repeats < MIN_REPEATS
+            return f"{UNKNOWN} ({counted(repeats, 'repeat') if is_few else 'no interval'})"
+        if self.verdict == WITHIN_NOISE:
+            return WITHIN_NOISE
         plain = self.best.get("autoregressive/tokens_per_second")
         return (
             f"autoregressive, {cell(float(plain))} tokens/s"
@@ -122,9 +143,16 @@ class Answer:
     @property
     def top(self) -> RankedPlace:
         """Return the place with the greatest speedup among those whose best run can be trusted
-        most.
+        most. A speedup with an interval can be trusted more than one without.
         """
-        return max(self.places, key=lambda place: (_trust(place.best), place.best[self.key]))
+        return max(
+            self.places,
+            key=lambda place: (
+                _trust(place.best),
+                place.verdict != UNKNOWN,
+                place.best[self.key],
+            ),
+        )
 
     def winner(self, place: RankedPlace) -> str:
         """Say which configuration is the fastest at a place, or from which others it cannot be
@@ -132,20 +160,15 @@ class Answer:
         """
         best = self._name(place.best)
         figure = place.figure()
-        pays = {
-            "speculative": "",
-            "within noise": "; not faster than autoregressive decoding by more than noise",
-        }
-        rest = pays.get(place.faster, "; autoregressive decoding is faster")
+        rest = IN_A_SENTENCE[place.verdict]
         if reasons := noise(place.best):
             rest += f"; noisy: {', '.join(reasons)}"
         if place.noisy_above:
             rest += f"; {counted(len(place.noisy_above), 'noisy run')} above it: measure again"
         if not place.others:
             return f"{best}: {figure}{rest}"
-        if self.key == MEASURED and interval(place.best, self.key) is None:
-            least = f"at least {MIN_ROWS} rows and {MIN_REPEATS} repeats (scenario.repeats)"
-            return f"{best} was the fastest, {figure}; how sure that is takes {least} to tell{rest}"
+        if place.verdict == UNKNOWN:
+            return f"{UNKNOWN}: {best} was measured as the fastest, {figure}{rest}"
         if not place.rivals:
             return f"{best} is the fastest, {figure}{rest}"
         more = len(place.rivals) - MAX_NAMED
@@ -211,6 +234,18 @@ def answer(rows: Sequence[Row]) -> Answer | None:
     )
     ranking = [RankedPlace(best, others, key) for _, (best, *others) in ordered]
     return Answer(key, ranking, given, chosen[:MAX_SETTINGS], constants(candidates))
+
+
+def verdict_of(row: Row, key: str) -> str:
+    """Return whether speculation is faster by a measured speedup: what its interval says. Without
+    one nothing is known.
+    """
+    ends = interval(row, key)
+    if ends is None:
+        return UNKNOWN
+    if ends[0] > 1:
+        return FASTER
+    return SLOWER if ends[1] < 1 else WITHIN_NOISE
 
 
 def is_synthetic(row: Row) -> bool:

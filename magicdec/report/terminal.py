@@ -15,7 +15,7 @@ from magicdec.measure.trust import (
     is_impossible,
     noise,
 )
-from magicdec.report.fastest import is_synthetic, is_too_large
+from magicdec.report.fastest import FASTER, SLOWER, is_synthetic, is_too_large, verdict_of
 from magicdec.report.query import (
     BETWEEN_ENGINES,
     DIFFER,
@@ -38,6 +38,7 @@ from magicdec.tracking.console import Console
 ONLY_PREDICTED = ("predicted/gamma", "predicted/break_even_alpha")
 PREDICTED_SPEEDUPS = ("predicted/speedup", "predicted/speedup_wall")
 MEASURED = ("speedup", "autoregressive/tokens_per_second")
+COLOURS = {FASTER: "green", SLOWER: "red"}  # of a speedup that is known
 MAX_SETTINGS = 6  # columns that say what differs
 GAP = 3  # blanks between columns
 WIDTH_OF_A_PIPE = 200
@@ -182,7 +183,11 @@ def marked(row: Row, key: str) -> Text:
     value = row.get(key)
     if (key in SPEEDUPS or key.endswith("speedup")) and isinstance(value, int | float):
         mark = "!" if key == "speedup" and noise(row) else ""
-        return Text(f"{value:.2f}x{mark}", style="green" if value > 1 else "red")
+        if key in SPEEDUPS:
+            verdict = verdict_of(row, key)
+        else:
+            verdict = FASTER if value > 1 else SLOWER
+        return Text(f"{value:.2f}x{mark}", style=COLOURS.get(verdict, ""))
     if key.endswith("_error") and isinstance(value, int | float):
         return Text(f"{value:+.0%}")
     if key == "status" and value != "done":

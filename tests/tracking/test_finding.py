@@ -3,9 +3,13 @@
 from math import exp, log, pi, sqrt
 from statistics import median, stdev
 
+import pytest
+
 from magicdec.measure.intervals import speedup_intervals
 from magicdec.report.fastest import answer
+from magicdec.report.page import html_page
 from magicdec.report.rows import read_rows
+from magicdec.report.terminal import marked
 from magicdec.tracking.store import Run
 from tests.tracking.sample import METRICS, with_changes
 
@@ -76,9 +80,35 @@ def test_too_few_repeats_have_no_interval(tmp_path):
     store(tmp_path, [1.2, 1.2], cache={"budget": 64})
     assert (
         said(tmp_path)[0]
-        == "cache.budget=128 was the fastest, 1.50x per row and 1.71x per batch; how sure that is"
-        " takes at least 4 rows and 3 repeats (scenario.repeats) to tell"
+        == "not known: cache.budget=128 was measured as the fastest, 1.50x per row and 1.71x per"
+        " batch; an interval needs at least 4 rows and 3 repeats (scenario.repeats)"
     )
+
+
+def test_a_speedup_without_an_interval_is_no_win_at_any_place(tmp_path):
+    """A single repeat of 4.51x at one context; three repeats around 1 at another."""
+    store(tmp_path, [4.51], batch={"context_len": 512})
+    store(tmp_path, [0.98, 1.00, 1.02], batch={"context_len": 4096})
+    rows = read_rows(tmp_path)
+    for row in rows:
+        row["repeats"] = 1 if row["batch.context_len"] == 512 else 3
+    found = answer(rows)
+    assert [place.faster for place in found.places] == ["not known (1 repeat)", "within noise"]
+    assert found.top is found.places[1], "what has an interval can be trusted more"
+    html = html_page(rows, "a page")
+    assert "Speculation is faster in 0 of 2" in html
+    assert 'class="good"' not in html
+    cells = {row["batch.context_len"]: marked(row, "speedup") for row in rows}
+    assert {context: str(text.style) for context, text in cells.items()} == {512: "", 4096: ""}
+
+
+@pytest.mark.parametrize(("speedups", "colour"), [([1.5, 1.6, 1.7], "green"), ([0.5] * 3, "red")])
+def test_a_speedup_whose_interval_is_beyond_1_has_a_colour_in_the_table(
+    tmp_path, speedups, colour
+):
+    store(tmp_path, speedups)
+    (row,) = read_rows(tmp_path)
+    assert marked(row, "speedup").style == colour
 
 
 def test_a_line_for_each_place(tmp_path):

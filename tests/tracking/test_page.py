@@ -393,12 +393,13 @@ def test_several_targets_and_predictions_are_apart(look):
 
 def test_what_is_slower_than_autoregressive_is_not_recommended():
     speeds = {"speculative/tokens_per_second": 88.0, "autoregressive/tokens_per_second": 100.0}
+    speeds |= {"speedup_ci95/low": 0.85, "speedup_ci95/high": 0.91}
     html = page.html_page(
         [done(i, draft__gamma=i, speedup=0.88, speedup_wall=0.8, **speeds) for i in (1, 2)],
         "a page",
     )
     assert "autoregressive, 100 tokens/s" in html
-    assert "<b>0.88x per row and 0.80x per batch</b>" in html
+    assert "<b>0.88x per row (95% interval 0.85x to 0.91x) and 0.80x per batch</b>" in html
     assert "; autoregressive decoding is faster" in html
 
 
