@@ -8,6 +8,7 @@ import torch
 
 from magicdec.architectures.modules_config import ModulesConfig, MtpModulesConfig
 from magicdec.attention.base import Attention
+from magicdec.config.checks import warnings, warnings_about_prompts
 from magicdec.config.registry import BACKENDS, CORPORA
 from magicdec.data import PromptRequest, Prompts, load_prompts
 from magicdec.data.tokenizer import load_tokenizer
@@ -77,6 +78,15 @@ def prompts(
         most_new_tokens=c.batch.generate_len if c.scenario.serves else None,
     )
     return load_prompts(c.data.name, request)
+
+
+def warn_about(plan: Plan, prompts: Prompts) -> None:
+    """Print a line for each setting that means little for the prompts that were read."""
+    config = plan.config
+    already = warnings(config)
+    for line in warnings_about_prompts(config, max(map(len, prompts.tokens))):
+        if line not in already:
+            to_stderr(f"warning: {line}")
 
 
 def tokenizer(plan: Plan) -> object | None:

@@ -90,7 +90,10 @@ def run(plan: Plan, run: "Run", progress: Progress) -> Outcome:
     """
     batches = range(plan.config.batch.num_batches)
     tokenizer = build.tokenizer(plan)
-    session = Session.of(plan, run, build.prompts(plan, tokenizer), progress)
+    prompts = build.prompts(plan, tokenizer)
+    if run.writes:  # of several ranks, the first
+        build.warn_about(plan, prompts)
+    session = Session.of(plan, run, prompts, progress)
     peak = memory_use.Peak(plan.device, SHARED.num_bytes)
     gpu = Watch(plan.device)
     profile: Metrics = {} if run.before else run.earlier(PROFILED)

@@ -33,6 +33,7 @@ def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
     """
     tokenizer = build.tokenizer(plan)
     prompts = build.prompts(plan, tokenizer)
+    build.warn_about(plan, prompts)
     gpu = Watch(plan.device)
     units = PeerUnits(run, plan.config.batch.num_batches)
     _decode(plan, units, prompts.tokens, progress)

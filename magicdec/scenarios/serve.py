@@ -54,6 +54,8 @@ def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
     config = plan.config
     scenario = config.settings(Serve)
     prompts = prompts_of(plan, build.tokenizer(plan))
+    if run.writes:  # of several ranks, the first
+        build.warn_about(plan, prompts)
     units = LevelUnits(run)
     peak = memory_use.Peak(plan.device)
     engine = build.engine(plan, progress)

@@ -107,3 +107,20 @@ def test_the_bytes_of_a_step_end_with_the_windows_of_its_layers(tmp_path):
         return found["roofline/target_decode"] * rate * found["time/target_decode_ms"] / 1e3
 
     assert bytes_of(30) == pytest.approx(bytes_of(100), rel=1e-6)
+
+
+def test_a_budget_that_holds_the_prompts_that_were_read_is_warned_about_once(tmp_path, capsys):
+    """The prompts have at least 30 tokens and fewer than 64; batch.context_len=256 is their
+    bound.
+    """
+    path = tmp_path / "rows.jsonl"
+    path.write_text(2 * f'{{"prompt": "{30 * "one "}"}}\n')
+    keys = ["data=jsonl", f"data.path={path}", "data.prompt=prompt"]
+    run = run_here(tmp_path / "runs", *keys, "cache.budget=64", "scenario.repeats=2")
+    longest = run.metrics["data/context_len_max"]
+    assert 30 <= longest < 64
+    line = f"cache.budget=64 holds all of the longest prompt, which has {longest} tokens"
+    shown = " ".join(capsys.readouterr().err.split())
+    assert shown.count(line) == 1
+    run_here(tmp_path / "runs", *keys, "cache.budget=16")
+    assert "holds all of" not in capsys.readouterr().err
