@@ -46,6 +46,7 @@ LENGTHS, GENERATE_LEN = (50, 57, 64), 24  # of the rows' prompts, and of what is
 SIZES = ((1, 40), (3, 12), (5, 6), (8, 400))  # gammas and budgets
 UNCOUNTED = 64  # bytes of a row's lengths in each layer of a cache, which no fact counts
 SAMPLED = SamplingConfig(temperature=1.0)
+OURS = "magicdec"  # the package whose choices are many, and checked by its own tests
 # Keys of an option that a trial sets.
 NOT_OWN = ("policy", "name", "gamma", "budget", "model", "cache")
 
@@ -59,12 +60,15 @@ class ChoiceCheck(NamedTuple):
 
 
 def examine(module: str) -> Iterator[ChoiceCheck]:
-    """Yield the findings of all policies and drafts that a module registers. Raise UserError if
-    there are none.
+    """Yield the findings of all policies and drafts that a module registers, or else the package
+    around it. Raise UserError if there are none.
     """
     plugins.load([module], are_arguments=True)
-    policies = [name for name in POLICIES if _is_of(POLICIES, name, module)]
-    drafts = [name for name in DRAFTS if _is_of(DRAFTS, name, module)]
+    policies, drafts = _made_in(POLICIES, module), _made_in(DRAFTS, module)
+    package = module.partition(".")[0]
+    if not policies and not drafts and package != OURS:
+        # A plugin may only import the modules that register.
+        policies, drafts = _made_in(POLICIES, package), _made_in(DRAFTS, package)
     if not policies and not drafts:
         raise UserError(f"{module}: registers neither a cache policy nor a draft")
     for policy in policies:
@@ -75,9 +79,11 @@ def examine(module: str) -> Iterator[ChoiceCheck]:
         yield from _findings("draft", draft, [(draft, cache, f"cache={cache}") for cache in caches])
 
 
-def _is_of(registry: Registry[Any], name: str, module: str) -> bool:
-    """Return whether a choice is of a module, or of the package around it."""
-    return registry[name].work.__module__.partition(".")[0] == module.partition(".")[0]
+def _made_in(registry: Registry[Any], module: str) -> list[str]:
+    """Return the names of the choices that a module registers, or a module within it."""
+    return [
+        name for name in registry if f"{registry[name].work.__module__}.".startswith(f"{module}.")
+    ]
 
 
 def _findings(

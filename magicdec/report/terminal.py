@@ -183,11 +183,7 @@ def marked(row: Row, key: str) -> Text:
     value = row.get(key)
     if (key in SPEEDUPS or key.endswith("speedup")) and isinstance(value, int | float):
         mark = "!" if key == "speedup" and noise(row) else ""
-        if key in SPEEDUPS:
-            verdict = verdict_of(row, key)
-        else:
-            verdict = FASTER if value > 1 else SLOWER
-        return Text(f"{value:.2f}x{mark}", style=COLOURS.get(verdict, ""))
+        return Text(f"{value:.2f}x{mark}", style=COLOURS.get(_verdict(row, key), ""))
     if key.endswith("_error") and isinstance(value, int | float):
         return Text(f"{value:+.0%}")
     if key == "status" and value != "done":
@@ -196,6 +192,15 @@ def marked(row: Row, key: str) -> Text:
         word = "yes" if value else "no"
         return Text("" if value is None else word, style="" if value else "yellow")
     return Text(cell(value))
+
+
+def _verdict(row: Row, key: str) -> str:
+    """Return whether speculation is faster by a speedup: by the interval of what was measured, by
+    the value itself of what was computed.
+    """
+    if key in SPEEDUPS:
+        return verdict_of(row, key)
+    return FASTER if row[key] > 1 else SLOWER
 
 
 def _of_medians(groups: Sequence[Row]) -> str:

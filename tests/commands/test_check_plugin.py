@@ -11,6 +11,7 @@ from magicdec.commands import check_plugin
 from magicdec.config import registry
 from magicdec.conformance import examine as conformance
 from magicdec.conformance.contracts import drawn_otherwise
+from magicdec.errors import UserError
 from tests.inputs.test_plugins import EXAMPLES, OPTIONS, written
 
 POLICY, DRAFT = EXAMPLES
@@ -279,3 +280,24 @@ def test_a_module_without_an_option_or_a_choice(check, source, options, code, li
     got, said = check(source, options)
     assert got == code
     assert line in said.out + said.err
+
+
+def test_only_what_a_built_in_module_registers_itself_is_checked(monkeypatch):
+    """Quest is one of a dozen policies of the package."""
+    monkeypatch.setattr(conformance, "SIZES", ())
+    for module in ("magicdec.cache.quest", "magicdec.drafts.ngram"):
+        assert {finding.choice for finding in conformance.examine(module)} == {
+            f"{'cache' if '.cache.' in module else 'draft'}={module.rpartition('.')[2]}"
+        }
+    with pytest.raises(UserError, match="registers neither a cache policy nor a draft"):
+        list(conformance.examine("magicdec.errors"))
+
+
+@pytest.mark.usefixtures("check")  # which leaves no choice behind
+def test_a_module_that_imports_the_one_that_registers_stands_for_its_package(tmp_path, monkeypatch):
+    files = {"around/drafts.py": DRAFT, "around/plugin.py": "import around.drafts\n"}
+    monkeypatch.chdir(written(tmp_path, files | OPTIONS))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(conformance, "SIZES", ())
+    found = list(conformance.examine("around.plugin"))
+    assert {finding.choice for finding in found} == {"draft=echo"}

@@ -103,9 +103,7 @@ def test_a_speedup_without_an_interval_is_no_win_at_any_place(tmp_path):
 
 
 @pytest.mark.parametrize(("speedups", "colour"), [([1.5, 1.6, 1.7], "green"), ([0.5] * 3, "red")])
-def test_a_speedup_whose_interval_is_beyond_1_has_a_colour_in_the_table(
-    tmp_path, speedups, colour
-):
+def test_a_speedup_whose_interval_is_beyond_1_has_a_colour_in_the_table(tmp_path, speedups, colour):
     store(tmp_path, speedups)
     (row,) = read_rows(tmp_path)
     assert marked(row, "speedup").style == colour
