@@ -6,7 +6,8 @@ which they would pay, because a guess would decide the ranking.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from math import inf
 from typing import Any
 
 import yaml
@@ -70,7 +71,81 @@ class Ranking:
     ranked: tuple[Candidate, ...]  # within memory and latency, the highest throughput first
     unknown: tuple[Prediction, ...]  # no acceptance is known; the lowest break-even alpha first
     too_slow: int  # predicted beyond the latency bound
-    too_large: int  # predicted beyond the GPU's memory
+    too_large: tuple[Setup, ...]  # predicted beyond the GPU's memory, each at the batch tried
+
+    @property
+    def autoregressive(self) -> Candidate:
+        """Return the best plan without speculation: at its own batch where it is within the bounds,
+        otherwise at that of the best plan.
+        """
+        for candidate in self.ranked:
+            if candidate.prediction is None:
+                return candidate
+        best = self.ranked[0]
+        return replace(best, prediction=None, time_per_token_s=best.setup.target_time.total)
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """A configuration at a batch: as a prediction has it, or autoregressive where that is None."""
+
+    setup: Setup  # in the middle of the generation
+    prediction: Prediction | None
+    held: Memory  # at the end of the generation
+
+    @property
+    def fits(self) -> bool:
+        """Return whether it is within the machine's memory."""
+        return self.held.total <= self.setup.hardware.device.memory
+
+    @property
+    def candidate(self) -> Candidate | None:
+        """Return what can be ranked; None without a known acceptance."""
+        if self.prediction is None:
+            return Candidate(self.setup, None, self.setup.target_time.total, self.held)
+        if self.prediction.estimate is None:
+            return None
+        time_s = self.prediction.best.time_per_token_s
+        return Candidate(self.setup, self.prediction, time_s, self.held)
+
+
+@dataclass(frozen=True)
+class _Conditions:
+    """Conditions that all configurations of a search are predicted and judged by."""
+
+    curves: Curves
+    gammas: Sequence[int]
+    alpha: float | AlphaEstimate | None
+    generate_len: int
+    latency_s: float
+
+    def tried(self, prompts: Setup, speculates: bool) -> _Tried:
+        """Return the prediction of a setup of prompts, or of its autoregressive decoding."""
+        middle = halfway(prompts, self.generate_len)
+        if not speculates:
+            return _Tried(middle, None, memory(prompts, 1, self.generate_len))
+        known = self.alpha
+        if known is None:  # acceptances are known by the length of prompts
+            known = self.curves.estimate(prompts, self.generate_len)
+        prediction = predict(middle, self.gammas, known, generate_len=self.generate_len)
+        held = memory(prompts, prediction.best.gamma, self.generate_len)
+        return _Tried(middle, prediction, held)
+
+    def largest_batch(self, prompts: Setup, speculates: bool) -> int:
+        """Return the most rows, up to those of `prompts`, within the memory and the latency bound;
+        1 where no batch is.
+        """
+        fitting, excessive = 1, prompts.batch + 1
+        while excessive - fitting > 1:
+            batch = (fitting + excessive) // 2
+            tried = self.tried(prompts.at(batch=batch), speculates)
+            candidate = tried.candidate
+            is_fast = candidate is None or candidate.time_per_token_s <= self.latency_s
+            if tried.fits and is_fast:
+                fitting = batch
+            else:
+                excessive = batch
+        return fitting
 
 
 def halfway(setup: Setup, generate_len: int) -> Setup:
@@ -90,51 +165,47 @@ def search(
     latency_ms: float | None = None,
     generate_len: int = 0,
     alpha: float | AlphaEstimate | None = None,
+    fills: bool = False,
 ) -> Ranking:
     """Rank configurations of `setup`'s target, machine and context, which is that of the prompts.
     Times are those of the middle of a generation, of the tokens that `generate_len` gives.
 
     `drafts` and `caches`, at any budget, are those to search; empty: those of `setup`. A given
     `alpha` is that of the setup's own draft, cache and budget, and no others are searched.
-    `latency_ms` bounds the time per output token. Raise UserError if even autoregressive decoding
-    of the smallest batch exceeds the memory or the bound.
+    `latency_ms` bounds the time per output token. If it `fills` the memory, each configuration has
+    as many rows as are within memory and latency, up to those of `setup`, instead of `batches`.
+    Raise UserError if even autoregressive decoding of the smallest batch exceeds the memory or the
+    bound.
     """
-    drafts = tuple(drafts) or (setup.draft,)
-    caches = tuple(caches) or (setup.cache,)
+    latency_s = inf if latency_ms is None else latency_ms / 1e3
+    conditions = _Conditions(curves, gammas, alpha, generate_len, latency_s)
+    kinds = [(setup.at(draft=DRAFTS["ngram"].facts()), False)]  # needs no memory of its own
+    if alpha is not None:
+        kinds.append((setup, True))
+    else:
+        drafts, caches = tuple(drafts) or (setup.draft,), tuple(caches) or (setup.cache,)
+        kinds += [(kind, True) for kind in _setups(setup, drafts, caches, curves)]
     candidates: list[Candidate] = []
     unknown: list[Prediction] = []
-    too_large = 0
-    most = setup.hardware.device.memory
-    for batch in batches or (setup.batch,):
-        alone = setup.at(batch=batch, draft=DRAFTS["ngram"].facts())  # needs no memory of its own
-        held = memory(alone, 1, generate_len)
-        if held.total <= most:
-            alone = halfway(alone, generate_len)
-            candidates.append(Candidate(alone, None, alone.target_time.total, held))
-        here = setup.at(batch=batch)
-        for tried in [here] if alpha is not None else _setups(here, drafts, caches, curves):
-            # Acceptances are known by the length of prompts.
-            known = alpha if alpha is not None else curves.estimate(tried, generate_len)
-            at = halfway(tried, generate_len)
-            prediction = predict(at, gammas, known, generate_len=generate_len)
-            held = memory(tried, prediction.best.gamma, generate_len)
-            if held.total > most:
-                too_large += 1
-            elif prediction.estimate is None:
-                unknown.append(prediction)
-            else:
-                time_s = prediction.best.time_per_token_s
-                candidates.append(Candidate(at, prediction, time_s, held))
-    fast = [
-        candidate
-        for candidate in candidates
-        if latency_ms is None or 1e3 * candidate.time_per_token_s <= latency_ms
-    ]
+    too_large: list[Setup] = []
+    for kind, speculates in kinds:
+        own = (conditions.largest_batch(kind, speculates),) if fills else batches
+        for batch in own or (setup.batch,):
+            tried = conditions.tried(kind.at(batch=batch), speculates)
+            candidate = tried.candidate
+            if not tried.fits:
+                too_large += [tried.setup] if speculates else []
+            elif candidate is not None:
+                candidates.append(candidate)
+            elif tried.prediction is not None:
+                unknown.append(tried.prediction)
+    fast = [candidate for candidate in candidates if candidate.time_per_token_s <= latency_s]
     if not fast:
-        raise UserError(_nothing(setup, batches, candidates, latency_ms))
+        smallest = 1 if fills else min(batches or (setup.batch,))
+        raise UserError(_nothing(setup, smallest, candidates, latency_ms))
     ranked = sorted(fast, key=lambda candidate: candidate.tokens_per_second, reverse=True)
     unknown.sort(key=lambda p: 2.0 if p.best.break_even_alpha is None else p.best.break_even_alpha)
-    return Ranking(tuple(ranked), tuple(unknown), len(candidates) - len(fast), too_large)
+    return Ranking(tuple(ranked), tuple(unknown), len(candidates) - len(fast), tuple(too_large))
 
 
 def _setups(
@@ -155,12 +226,8 @@ def _setups(
 
 
 def _nothing(
-    setup: Setup,
-    batches: Sequence[int] | None,
-    candidates: Sequence[Candidate],
-    latency_ms: float | None,
+    setup: Setup, smallest: int, candidates: Sequence[Candidate], latency_ms: float | None
 ) -> str:
-    smallest = min(batches or (setup.batch,))
     if not candidates:
         return (
             f"a batch of {smallest} at a context of {setup.context} tokens does not fit into the"

@@ -147,7 +147,8 @@ def _in_long_passes(plan: Plan, asked: BatchConfig) -> Plan:
 
 
 def _with_rows(plan: Plan, asked: BatchConfig) -> Plan:
-    if asked.size != "auto" or "batch.size" in plan.config.scenario.at:  # the grid is asked for
+    is_grid = "batch.size" in plan.config.scenario.at  # which is asked for
+    if asked.size != "auto" or is_grid or plan.fills:
         return plan
     config, context_len = plan.config, plan.config.batch.context_len
     usual = int(config.batch.size)

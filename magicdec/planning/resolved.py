@@ -49,6 +49,7 @@ class Plan:
     attention: str = ""  # the backend of our engine, or of our server; empty for others
     # For config.attention, and for what is slower than it could be; empty for other engines.
     reasons: str = ""
+    fills: bool = False  # a search for plans, each with as many rows as fit (batch.size=auto)
 
     @property
     def predicts(self) -> bool:

@@ -3,12 +3,14 @@ experiment.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
 from rich.console import Group, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from magicdec.config.choices import DraftConfig
 from magicdec.config.folders import check_is_ours, check_is_read
@@ -51,12 +53,15 @@ def prepare(config: Config) -> Plan:
     """Resolve a search. Raise UserError rather than overwrite an experiment that no search has
     written.
     """
-    name = config.settings(Search).save_as
-    if name is not None and config.settings(Search).schedule is None:
+    scenario = config.settings(Search)
+    name = scenario.save_as
+    if name is not None and scenario.schedule is None:
         path, key = _experiment(name), f"scenario.save_as={name}"
         check_is_ours(path, FOUND_BY, key)
         check_is_read("experiment", name, path, key)
     plan = prepare_prediction(config)
+    if config.batch.size == "auto" and not scenario.batch_sizes and scenario.schedule is None:
+        plan = replace(plan, fills=True)
     _check_lengths(config, plan.target.config.max_position_embeddings)
     if _is_of_own_draft(config):
         if not config.speculates:
@@ -66,7 +71,7 @@ def prepare(config: Config) -> Plan:
             )
         check_vocabulary(plan.target.config, plan.draft.config if plan.draft else None)
         return plan
-    for name, draft in zip(config.settings(Search).drafts, _searched(plan.config), strict=True):
+    for name, draft in zip(scenario.drafts, _searched(plan.config), strict=True):
         check_vocabulary(plan.target.config, draft.own_model, f"scenario.drafts: {name}")
     return plan
 
@@ -136,23 +141,26 @@ def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
         latency_ms=scenario.latency_ms,
         generate_len=workload.generate_len,
         alpha=alpha,
+        fills=plan.fills,
     )
     best = ranking.ranked[0]
     lengths = workload.prompt_len, workload.generate_len
     text = experiment_yaml(best, command, config.hardware, *lengths)
     view: list[RenderableType] = [_view(ranking)]
     if alpha is not None:
-        view.append(_by_alpha(setup, scenario, alpha.alpha))
-    served = _served(best, workload)
-    view.append(_verdict(served))
+        batches = scenario.batch_sizes or _drafting_batches(ranking) or [setup.batch]
+        view.append(_by_alpha(setup, batches, scenario.gammas, alpha.alpha))
+    served = _served(ranking, workload)
+    view.append(_verdict(served, ranking))
     if scenario.save_as is not None:
         view.append(_saved(scenario.save_as, text))
     metrics = {"device": plan.device_name} | (best.prediction.metrics() if best.prediction else {})
     metrics |= {
         "predicted/tokens_per_second": best.tokens_per_second,
+        "predicted/batch_size": best.setup.batch,
         "predicted/speedup": best.speedup,
+        "predicted/speedup_wall": best.speedup_wall,
     }
-    metrics["predicted/speedup_wall"] = best.speedup_wall
     if best.prediction:
         metrics |= {"predicted/memory_gib": best.held.total / GIB, "predicted/fits": True}
     metrics |= {f"predicted/{name}": value for name, value in served.items()}
@@ -199,16 +207,33 @@ def _view(ranking: Ranking) -> Group:
             mark = remarks.setdefault(remark, MARKS[len(remarks) % len(MARKS)])
             speedups = f"{speedups} {mark}"
         table.add_row(str(candidate.setup.batch), *chosen, *rates, speedups)
-    left_out = (
-        f"left out: {ranking.too_large} that do not fit into memory, {ranking.too_slow} beyond the"
-        " latency bound"
-    )
     notes = [f"{mark} {remark}" for remark, mark in remarks.items()]
+    if len({candidate.setup.batch for candidate in ranking.ranked}) > 1:
+        notes.append(
+            "tokens/s compares all plans; a speedup is over the same batch without speculation"
+        )
     unknown = [_unknown(ranking)] if ranking.unknown else []
-    return Group(table, *notes, *unknown, left_out)
+    return Group(table, *notes, *unknown, *_left_out(ranking))
 
 
-def _by_alpha(setup: Setup, scenario: Search, alpha: float) -> Table:
+def _left_out(ranking: Ranking) -> list[str]:
+    """Return a line for each reason why configurations are left out; those too large by name."""
+    batches: dict[str, list[str]] = defaultdict(list)
+    for setup in ranking.too_large:
+        batches[" ".join(filter(None, _choices(setup)))].append(str(setup.batch))
+    unfit = [f"{name} at batch {', '.join(tried)}" for name, tried in batches.items()]
+    lines = [f"left out, as they do not fit into memory: {'; '.join(unfit)}"] if unfit else []
+    if ranking.too_slow:
+        lines.append(f"left out, as they are beyond the latency bound: {ranking.too_slow}")
+    return lines
+
+
+def _drafting_batches(ranking: Ranking) -> list[int]:
+    """Return the batches of the plans that have a draft."""
+    return sorted({candidate.setup.batch for candidate in ranking.ranked if candidate.prediction})
+
+
+def _by_alpha(setup: Setup, batches: Sequence[int], gammas: Sequence[int], alpha: float) -> Table:
     """Return the best gamma and its speedup per row, by batch and alpha."""
     alphas = sorted({*ALPHAS, round(alpha, 2)})
     columns = ("batch", *(f"alpha {alpha:g}" for alpha in alphas))
@@ -216,24 +241,27 @@ def _by_alpha(setup: Setup, scenario: Search, alpha: float) -> Table:
         *columns,
         title=f"best gamma and speedup per row, if alpha were different: {setup.draft_title}",
     )
-    for batch in scenario.batch_sizes or [setup.batch]:
+    for batch in batches:
         at_batch = setup.at(batch=batch)
-        best = [predict(at_batch, scenario.gammas, alpha).best for alpha in alphas]
+        best = [predict(at_batch, gammas, alpha).best for alpha in alphas]
         cells = [f"{round_.gamma}: {round_.speedup:.2f}x" for round_ in best]
         table.add_row(str(batch), *cells)
     return table
 
 
-def _served(best: Candidate, workload: Workload) -> dict[str, float]:
-    """Return requests per second of the best plan and of autoregressive decoding, both with their
-    prefills.
+def _served(ranking: Ranking, workload: Workload) -> dict[str, float]:
+    """Return requests per second of the best plan and of the best without speculation, both with
+    their prefills.
     """
-    setup, drafts = best.setup, best.prediction is not None
+    plans = {
+        "requests_per_second": ranking.ranked[0],
+        "autoregressive_requests_per_second": ranking.autoregressive,
+    }
     rates = {
-        "requests_per_second": workload.requests_per_second(setup, best.time_per_token_s, drafts),
-        "autoregressive_requests_per_second": workload.requests_per_second(
-            setup, setup.target_time.total, False
-        ),
+        name: workload.requests_per_second(
+            plan.setup, plan.time_per_token_s, plan.prediction is not None
+        )
+        for name, plan in plans.items()
     }
     return rates | {
         "speedup_with_prefill": (
@@ -242,29 +270,39 @@ def _served(best: Candidate, workload: Workload) -> dict[str, float]:
     }
 
 
-def _verdict(served: Mapping[str, float]) -> str:
+def _verdict(served: Mapping[str, float], ranking: Ranking) -> str:
     """Return the best plan's gain for users, who wait for prefills, too."""
     with_it, without = served["requests_per_second"], served["autoregressive_requests_per_second"]
     return (
         f"with prefill, the best plan serves {with_it:.3g} requests/s,"
-        f" {served['speedup_with_prefill']:.2f}x of {without:.3g} without speculation, assuming"
-        " that the batch is always full and that prompts share nothing"
+        f" {served['speedup_with_prefill']:.2f}x of {without:.3g} without speculation (batch"
+        f" {ranking.autoregressive.setup.batch}), assuming that the batch is always full and that"
+        " prompts share nothing"
     )
 
 
-def _unknown(ranking: Ranking) -> Table:
+def _unknown(ranking: Ranking) -> Group:
     """Return the alpha from which a configuration pays, for each batch that it fits into memory
     with.
     """
-    batches = sorted({prediction.setup.batch for prediction in ranking.unknown})
+    title = "drafts without a known acceptance: the alpha from which they pay"
     thresholds: dict[tuple[str, ...], dict[int, str]] = defaultdict(dict)
     for prediction in ranking.unknown:
         thresholds[_choices(prediction.setup)][prediction.setup.batch] = pays_from(prediction.best)
-    title = "no acceptance is known: pays from alpha, by batch"
-    table = new_table(*CHOICES, *map(str, batches), title=title, num_words=len(CHOICES))
-    for choices, alphas in islice(thresholds.items(), SHOWN_UNKNOWN):
-        table.add_row(*choices, *(alphas.get(batch, "-") for batch in batches))
-    return table
+    shown = islice(thresholds.items(), SHOWN_UNKNOWN)
+    if all(len(alphas) == 1 for alphas in thresholds.values()):
+        table = new_table("batch", *CHOICES, "alpha", num_words=1 + len(CHOICES))
+        for choices, alphas in shown:
+            ((batch, alpha),) = alphas.items()
+            table.add_row(str(batch), *choices, alpha)
+    else:
+        title = f"{title}, by batch"
+        batches = sorted({prediction.setup.batch for prediction in ranking.unknown})
+        table = new_table(*CHOICES, *map(str, batches), num_words=len(CHOICES))
+        for choices, alphas in shown:
+            table.add_row(*choices, *(alphas.get(batch, "-") for batch in batches))
+    table.show_edge = True
+    return Group(Text(title, style="bold"), table)  # a table's own title is as narrow as the table
 
 
 def _facts(candidate: Candidate) -> dict[str, float | int | str | None]:

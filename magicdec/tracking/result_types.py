@@ -150,6 +150,7 @@ PredictedFigures = TypedDict(
         "predicted/verify_error": Figure,
         "predicted/step_error": Figure,
         "predicted/tokens_per_second": Figure,
+        "predicted/batch_size": int | None,
         "predicted/requests_per_second": Figure,
         "predicted/autoregressive_requests_per_second": Figure,
         "predicted/speedup_with_prefill": Figure,

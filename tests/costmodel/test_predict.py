@@ -205,7 +205,7 @@ def test_plans_are_ranked_by_throughput_within_the_bounds(setup, model):
     assert rates == sorted(rates, reverse=True)
     assert all(1e3 * plan.time_per_token_s <= 12.0 for plan in plans.ranked)
     assert plans.ranked[0].speedup > 1
-    assert plans.too_large > 0  # batch 256 x 32,000 tokens
+    assert plans.too_large  # batch 256 x 32,000 tokens
     assert any(plan.prediction is None for plan in plans.ranked)  # autoregressive decoding competes
     assert all(p.estimate is None for p in plans.unknown)
 
@@ -260,3 +260,47 @@ def test_mistakes_and_impossible_plans_say_why(setup):
         search(setup(), Curves(published_points()), latency_ms=0.1)
     with pytest.raises(UserError, match="does not fit into the memory"):
         search(setup(hardware="1xA100", batch=512), Curves(published_points()))
+
+
+@pytest.mark.parametrize("latency_ms", [None, 25.0])
+def test_a_plan_that_fills_the_memory_has_the_most_rows_of_each_configuration(setup, latency_ms):
+    """As many as a search over every batch finds to be within memory and latency."""
+    at = setup(hardware="H200", context=32_768)
+    caches, kinds = (Streaming(budget=512), SnapKV(budget=512)), (SelfSpeculation(), PromptLookup())
+    ask = {"drafts": kinds, "caches": caches, "gammas": (2, 4), "generate_len": 64}
+    every = search(at, Curves(published_points()), range(1, 65), latency_ms=latency_ms, **ask)
+    filled = search(at, Curves(published_points()), latency_ms=latency_ms, fills=True, **ask)
+
+    def most_rows(setups):
+        rows = {}
+        for each in setups:
+            label = (each.draft_label, each.cache_label)
+            rows[label] = max(each.batch, rows.get(label, 0))
+        return rows
+
+    for found in ("ranked", "unknown"):
+        by_hand = most_rows(each.setup for each in getattr(every, found))
+        assert most_rows(each.setup for each in getattr(filled, found)) == by_hand
+    assert filled.too_large == ()
+    without = filled.autoregressive.setup.batch
+    assert filled.ranked[0].setup.batch != without, "each has its own batch"
+    if latency_ms is None:
+        assert filled.ranked[0].setup.batch < without, "a draft's cache takes memory"
+        fixed = search(at, Curves(published_points()), (without,), **ask)
+        assert filled.ranked[0].tokens_per_second > 1.5 * fixed.ranked[0].tokens_per_second
+
+
+def test_what_fits_at_no_batch_is_named(setup, model):
+    large = IndependentModel(
+        model=ModelChoice("llama-3.1-70b", architecture=model("llama-3.1-70b"))
+    )
+    plans = search(setup(hardware="H200"), Curves([]), (1,), (large,), (Streaming(budget=512),))
+    assert {each.draft_label for each in plans.too_large} == {"llama-3.1-70b"}
+    filled = search(
+        setup(hardware="H200"),
+        Curves([]),
+        drafts=(large,),
+        caches=(Streaming(budget=512),),
+        fills=True,
+    )
+    assert {each.batch for each in filled.too_large} == {1}

@@ -242,6 +242,38 @@ def test_a_plan_shows_what_is_not_known_at_every_batch():
     assert sum("ngram" in row for row in rows) == 1
 
 
+def test_a_plan_of_an_automatic_batch_gives_each_configuration_its_own(tmp_path, monkeypatch):
+    """On one GPU, streaming 512 fits with fewer rows than decoding without a draft, and wins."""
+    monkeypatch.setattr(plan_scenario, "EXPERIMENTS", tmp_path)
+    keys = ["scenario=plan", "target=llama-3.1-8b", "hardware=h200", "batch.context_len=32768"]
+    keys += [f"runs_dir={tmp_path}", "scenario.save_as=found"]
+
+    def planned_of(*more):
+        config = compose([*keys, *more])
+        plan = fitting(plan_scenario.prepare(config), config.batch)
+        with progress() as bars:
+            return plan_scenario.run(plan, Run.open(tmp_path, "abc", {}), bars)
+
+    found = planned_of()
+    best, *_, alone = found.history
+    assert (best["draft"], best["budget"], alone["draft"]) == ("self", 512, "none")
+    assert best["batch_size"] < alone["batch_size"]
+    assert found.metrics["predicted/batch_size"] == best["batch_size"]
+    assert (
+        yaml.safe_load((tmp_path / "found.yaml").read_text())["batch"]["size"]
+        == (best["batch_size"])
+    )
+    for line in (best, alone):
+        at_this = planned_of(f"batch.size={line['batch_size']}").history
+        assert line in at_this, "as at that batch alone"
+        more = planned_of(f"batch.size={line['batch_size'] + 1}") if line is best else None
+        assert more is None or "streaming" not in {other["policy"] for other in more.history}
+    console = Console(file=io.StringIO(), width=200)
+    console.print(found.view)
+    assert f"without speculation (batch {alone['batch_size']})" in console.file.getvalue()
+    assert "left out" not in console.file.getvalue()
+
+
 def test_a_plan_replaces_no_other_experiment(tmp_path, monkeypatch):
     monkeypatch.setattr(plan_scenario, "EXPERIMENTS", tmp_path)
     (tmp_path / "mine.yaml").write_text("# @package _global_\n")
