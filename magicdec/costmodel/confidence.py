@@ -52,18 +52,32 @@ class Error(NamedTuple):
 
 
 class Confidence(NamedTuple):
-    """An interval that holds 90% of the measured speedups, and the probability of a gain."""
+    """An interval that holds 90% of the measured speedups per row, the probability of a gain, and
+    the share of comparable measurements in which their errors leave one.
+    """
 
     low: float
     high: float
     pays: float
+    share: float
+    num_sources: int
 
     @override
     def __str__(self) -> str:
-        """Return both, for people."""
-        sure = self.pays if self.pays >= PRIOR else 1 - self.pays
-        word = "pays" if self.pays >= PRIOR else "does not pay"
-        return f"{word}, {sure:.0%}; 90% of such predictions: {self.low:.2f}x to {self.high:.2f}x"
+        """Return both, for people: the share, as few sources leave the probability far from 1."""
+        interval = f"90% of such predictions: {self.low:.2f}x to {self.high:.2f}x per row"
+        sources = f"{self.num_sources} source{'s' if self.num_sources > 1 else ''}"
+        return f"{self._in_measurements} of {sources}; {interval}"
+
+    @property
+    def _in_measurements(self) -> str:
+        if self.share == 1:
+            return "pays in every comparable measurement"
+        if self.share == 0:
+            return "does not pay in any comparable measurement"
+        if self.share >= PRIOR:
+            return f"pays in {self.share:.0%} of comparable measurements"
+        return f"does not pay in {1 - self.share:.0%} of comparable measurements"
 
 
 def confidence(
@@ -83,8 +97,10 @@ def confidence(
     tail = max(0.0, 1 - (1 + COVERED) / 2 * (1 + 1 / len(rows_of)))
     low = speedup * exp(_quantile(ratios, weights, tail))
     high = speedup * exp(_quantile(ratios, weights, 1 - tail))
-    gains = float(weights[ratios > -log(speedup)].sum())
-    return Confidence(low, high, (gains + PRIOR) / (len(rows_of) + 1))
+    is_gain = ratios > -log(speedup)
+    gains, num_sources = float(weights[is_gain].sum()), len(rows_of)
+    share = 1.0 if is_gain.all() else gains / num_sources  # the sum of weights is rounded
+    return Confidence(low, high, (gains + PRIOR) / (num_sources + 1), share, num_sources)
 
 
 def case_of(setup: Setup) -> Case:

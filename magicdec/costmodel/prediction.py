@@ -104,7 +104,7 @@ class Prediction:
             f" {setup.draft_title}"
         )
         return (
-            f"<Prediction: {what}: {self.speedups or 'of unknown acceptance'}, with gamma"
+            f"<Prediction: {what}: {self.speedups(best) or 'of unknown acceptance'}, with gamma"
             f" {best.gamma}>"
         )
 
@@ -120,14 +120,21 @@ class Prediction:
             key=lambda at: 2.0 if at.break_even_alpha is None else at.break_even_alpha,
         )
 
+    @cached_property
+    def best_per_batch(self) -> AtGamma | None:
+        """Return the gamma with the highest speedup of the batch; None where it is unknown."""
+        if self.speedup_wall(self.best) is None:
+            return None
+        return max(self.by_gamma, key=lambda at: self.speedup_wall(at) or 0.0)
+
     @property
-    def speedups(self) -> str:
-        """Return both speedups at the best gamma, in words; "" without an alpha."""
-        return (
-            ""
-            if self.best.speedup is None
-            else both_speedups(self.best.speedup, self.speedup_wall(self.best))
-        )
+    def configured(self) -> AtGamma | None:
+        """Return the prediction for draft.gamma; None if it is not among `by_gamma`."""
+        return next((at for at in self.by_gamma if at.gamma == self.setup.draft.gamma), None)
+
+    def speedups(self, at: AtGamma) -> str:
+        """Return both speedups at one of `by_gamma`, in words; "" without an alpha."""
+        return "" if at.speedup is None else both_speedups(at.speedup, self.speedup_wall(at))
 
     @cached_property
     def confidence(self) -> Confidence | None:
@@ -290,11 +297,9 @@ def verdict(prediction: Prediction) -> str:
         estimate = prediction.estimate
         assert estimate is not None
         basis = "measured acceptance, predicted times; " if estimate.is_measured else ""
-        sure = f" ({prediction.confidence})" if prediction.confidence else ""
         text = (
-            f"this configuration is predicted to run at {prediction.speedups}{sure}, with gamma"
-            f" {best.gamma}: {where}, {_reason(best)}; {limit} ({basis}alpha {estimate.alpha:.2f}:"
-            f" {estimate.source})"
+            f"{_asked_and_best(prediction)}: {where}, {_reason(best)}; {limit} ({basis}alpha"
+            f" {estimate.alpha:.2f}: {estimate.source})"
         )
     if setup.remark:
         text = f"{text}. {setup.remark}"
@@ -306,6 +311,36 @@ def verdict(prediction: Prediction) -> str:
         f". It needs {needed:.0f} GiB of {device.memory / GIB:.0f} on each GPU, so it does not fit"
     )
     return text if prediction.fits else f"{text}{unfit}"
+
+
+def _asked_and_best(prediction: Prediction) -> str:
+    """Return the speedups at draft.gamma, and at the best gammas where these are others."""
+    best, per_batch, asked = prediction.best, prediction.best_per_batch, prediction.configured
+    sure = f" ({prediction.confidence})" if prediction.confidence else ""
+
+    def title(at: AtGamma) -> str:
+        criteria = {"per row": best, "per batch": per_batch}
+        met = " and ".join(name for name, winner in criteria.items() if at is winner)
+        return f"the best {met}" if met else ""
+
+    first = asked or best
+    name = f"draft.gamma={asked.gamma}" if asked else f"gamma {best.gamma}"
+    subject = f"{name}, {title(first)}," if title(first) else name
+    gain = sure if first is best else f" ({_pays(prediction, first)})"
+    text = f"{subject} is predicted to run at {prediction.speedups(first)}{gain}"
+    if best is not first:
+        text += f"; {title(best)} is gamma {best.gamma}: {prediction.speedups(best)}{sure}"
+    if per_batch is not None and per_batch not in (first, best):
+        text += f"; {title(per_batch)} is gamma {per_batch.gamma}: {prediction.speedups(per_batch)}"
+    return text
+
+
+def _pays(prediction: Prediction, at: AtGamma) -> str:
+    """Return whether speculation pays at a gamma, in words."""
+    per_batch = prediction.speedup_wall(at)
+    if at.speedup is None or at.speedup < 1:
+        return "does not pay"
+    return "pays per row only" if per_batch is not None and per_batch < 1 else "pays"
 
 
 def pays_from(at: AtGamma) -> str:

@@ -80,8 +80,10 @@ def _view(prediction: Prediction, paper: Mapping[str, Any] | None = None) -> Gro
     )
     note = f"{setup.hardware.name}: {setup.hardware.note}"
     shares = [_kv_shares(setup)] if differs(setup) else []
+    mark = ["* draft.gamma; bold: the best per row"] if prediction.configured else []
     parts: list[Any] = [
         _gammas(prediction),
+        *mark,
         _breakdown(prediction),
         *shares,
         memory,
@@ -112,10 +114,11 @@ def _gammas(prediction: Prediction) -> Table:
     )
     table = new_table(*columns, title=title)
     table.padding = (0, 1, 0, 0)  # to fit into 80 columns
+    configured = prediction.configured
     for at in prediction.by_gamma:
         times = (at.times.target, at.times.draft, at.times.select, at.times.verify)
         table.add_row(
-            str(at.gamma),
+            f"{at.gamma}*" if at is configured else f"{at.gamma} ",
             *(f"{1e3 * time.total:.2f}" for time in times),
             f"{1e3 * at.times.round_s:.2f}",
             *(

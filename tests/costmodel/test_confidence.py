@@ -30,7 +30,24 @@ def test_the_probability_is_the_share_of_errors_that_leave_a_gain():
     # 0.5 x 1.5 is a loss, the other four are gains; one opinion more is undecided.
     assert confidence(CASE, 1.5, known).pays == pytest.approx(4.5 / 6)
     assert confidence(CASE, 0.6, known).pays == pytest.approx(0.5 / 6)
-    assert str(confidence(CASE, 0.6, known)).startswith("does not pay, 92%")
+    assert str(confidence(CASE, 0.6, known)).startswith("does not pay in any comparable")
+
+
+@pytest.mark.parametrize(
+    ("ratios", "said"),
+    [
+        ((0.9, 1.1), "pays in every comparable measurement of 2 sources; 90% of "),
+        ((0.9,), "pays in every comparable measurement of 1 source; 90% of "),
+        ((0.9, 0.5, 1.1, 1.1), "pays in 75% of comparable measurements of 4 sources; 90% of "),
+        ((0.4, 0.5, 1.1, 0.5), "does not pay in 75% of comparable measurements of 4 sources; "),
+        ((0.4, 0.5), "does not pay in any comparable measurement of 2 sources; 90% of "),
+    ],
+)
+def test_people_read_in_how_many_measurements_it_pays_per_row(ratios, said):
+    """With few sources the probability is far from 1, next to an interval wholly above 1."""
+    text = str(confidence(CASE, 1.5, errors(ratios)))
+    assert text.startswith(said)
+    assert text.endswith("x per row")
 
 
 def test_sources_weigh_equally():

@@ -135,6 +135,48 @@ def test_the_verdict_says_why(setup):
     )
 
 
+def at_gammas(setup, asked, gammas, generate_len=64):
+    """A prediction whose draft.gamma is `asked`; at alpha 0.8, gamma 2 is the best of the first
+    three per row, and 1 per batch.
+    """
+    at = setup(hardware="1xA100", batch=4, context=32_768, budget=256)
+    draft = replace(at.draft, gamma=asked)
+    return predict(at.at(draft=draft), gammas, alpha=0.8, generate_len=generate_len)
+
+
+def test_the_verdict_is_that_of_the_gamma_asked_for_and_names_the_best(setup):
+    prediction = at_gammas(setup, 5, (1, 2, 5))
+    one, two, five = prediction.by_gamma
+    assert five.speedup < 1 < one.speedup < two.speedup
+    assert prediction.speedup_wall(one) > prediction.speedup_wall(two)
+
+    def both(at):
+        return f"{at.speedup:.2f}x per row and {prediction.speedup_wall(at):.2f}x per batch"
+
+    said = verdict(prediction)
+    assert said.startswith(
+        f"draft.gamma=5 is predicted to run at {both(five)} (does not pay);"
+        f" the best per row is gamma 2: {both(two)} (pays in "
+    )
+    assert f"; the best per batch is gamma 1: {both(one)}: at batch 4" in said
+
+
+@pytest.mark.parametrize(
+    ("asked", "gammas", "generate_len", "begins"),
+    [
+        (1, (1, 2, 5), 64, "draft.gamma=1, the best per batch, is predicted to run at "),
+        (2, (1, 2, 5), 64, "draft.gamma=2, the best per row, is predicted to run at "),
+        (5, (5, 8), 64, "draft.gamma=5, the best per row and per batch, is predicted to run at "),
+        (3, (1, 2), 64, "gamma 2, the best per row, is predicted to run at "),
+        (2, (1, 2), 0, "draft.gamma=2, the best per row, is predicted to run at "),
+    ],
+)
+def test_the_verdict_names_what_is_best_by_which_criterion(
+    setup, asked, gammas, generate_len, begins
+):
+    assert verdict(at_gammas(setup, asked, gammas, generate_len)).startswith(begins)
+
+
 def test_metrics_are_flat_and_named(setup):
     metrics = predict(setup(), curves=Curves(published_points())).metrics()
     assert metrics["predicted/speedup"] > 1

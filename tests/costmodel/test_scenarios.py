@@ -89,6 +89,15 @@ def test_predict_from_the_command_line_leaves_a_run(tmp_path):
     assert 3000 <= result["predicted/critical_context"] <= 5000
 
 
+def test_the_table_of_a_prediction_marks_the_gamma_asked_for():
+    console = Console(file=io.StringIO(), width=100)
+    keys = ("scenario=predict", "hardware=8xa100", *LLAMA, "draft.gamma=5")
+    console.print(outcome(predict_scenario.run, *keys).view)
+    shown = console.file.getvalue()
+    assert re.findall(r"^ *(\d+)\*", shown, re.MULTILINE) == ["5"]
+    assert "* draft.gamma; bold: the best per row" in shown
+
+
 def test_an_acceptance_that_a_run_would_draw_is_the_predicted_one():
     drawn, given = predicted("draft.synthetic_acceptance=0.6"), predicted("scenario.alpha=0.6")
     both = predicted("draft.synthetic_acceptance=0.3", "scenario.alpha=0.6")
