@@ -38,7 +38,7 @@ from magicdec.costmodel.hardware import configured
 from magicdec.costmodel.round import Setup
 from magicdec.costmodel.targets import architecture
 from magicdec.scenarios.diagnosed import cells_of
-from magicdec.scenarios.outside import MeasuredPoint, lines
+from magicdec.scenarios.outside_lines import MeasuredPoint, lines
 from magicdec.units import FREE, WAYS
 
 HEALTHY, STRENGTHS, TOKENS = 20, 4, 64

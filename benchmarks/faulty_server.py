@@ -19,7 +19,7 @@ from magicdec.peers import answer
 from magicdec.peers.answer import Choice, EndpointRequest, Event
 from magicdec.peers.base import AcceptanceCounts
 from magicdec.peers.steady import LONGER, Burst, burst_of
-from magicdec.scenarios.outside import MeasuredPoint
+from magicdec.scenarios.outside_lines import MeasuredPoint
 from magicdec.serving import request as requests
 from magicdec.serving.request import Params, Request
 from magicdec.serving.scheduler import Scheduler

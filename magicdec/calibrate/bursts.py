@@ -23,7 +23,7 @@ from magicdec.planning import build
 from magicdec.planning.resolve import resolve
 from magicdec.planning.resolved import Plan
 from magicdec.scenarios.diagnosed import diagnosis_of, setup_of_profile
-from magicdec.scenarios.outside import Bursts, prepare
+from magicdec.scenarios.outside import CLIENT_LATE, Bursts, prepare
 from magicdec.scenarios.peer import load
 from magicdec.serving.request import Params
 from magicdec.tracking.progress import progress
@@ -85,6 +85,8 @@ def _diagnosis(given: Sequence[str], plan: Plan) -> str:
     with progress() as bars:
         work = Bursts(profile, None, bars, build.tokenizer(profile))
         asyncio.run(work.measure_all())
+    if warning := work.lateness():
+        return f"{CLIENT_LATE}; {warning}"
     diagnosis = diagnosis_of(work.history, setup, profile, knows_draft=False) if setup else None
     return diagnosis.sentence if diagnosis else "nothing: no round of speculation was timed"
 

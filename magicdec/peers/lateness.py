@@ -40,11 +40,22 @@ class Lateness:
         """Return the mean lateness in milliseconds."""
         return 1e3 * fmean(self._delays_s) if self._delays_s else 0.0
 
-    def check(self, requests: Sequence[Request], where: str) -> None:
-        """Warn where chunks wait for the client for much of the time from one to the next."""
+    def is_too_late(self, requests: Sequence[Request]) -> bool:
+        """Return whether chunks wait for the client for much of the time from one to the next."""
         waits_s = [wait_s for request in requests for wait_s in request.stats.inter_chunk_s]
-        if waits_s and self.ms > max(LEAST_LATE_MS, LATE * 1e3 * fmean(waits_s)):
-            to_stderr(
-                f"warning: {where}: this client was late by {self.ms:.1f} ms on average, and so are"
-                " its times: it, or its machine, is too busy; send less load"
-            )
+        return bool(waits_s) and self.ms > max(LEAST_LATE_MS, LATE * 1e3 * fmean(waits_s))
+
+    def check(self, requests: Sequence[Request], where: str, at_once: float | None) -> None:
+        """Warn where the client is too late. `at_once` are the requests that are out at a time;
+        None: as many as arrive.
+        """
+        if self.is_too_late(requests):
+            to_stderr(f"warning: {where}: {late_by(self.ms, is_single=at_once == 1)}")
+
+
+def late_by(mean_ms: float, is_single: bool) -> str:
+    """Return what a late client should do. With a single request out, no load makes it late."""
+    remedy = "it, or its machine, is too busy; send less load"
+    if is_single:
+        remedy = "the machine is too busy for these times: stop other work"
+    return f"this client was late by {mean_ms:.1f} ms on average, and so are its times; {remedy}"

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -23,6 +24,9 @@ from magicdec.tracking.cells import new_table, three_digits
 
 Length = Callable[[int, int], float | None]  # tokens of a round, by context and gamma
 Line = Mapping[str, Any]  # of a profile's history
+# Of its limit: a step that takes less was not timed rightly. Small models may be read from a cache
+# that is several times as fast as the memory.
+IMPOSSIBLE = 0.1
 WIDEST = 4.0  # bytes of an element of a model that is served on a CPU
 
 
@@ -127,6 +131,27 @@ def with_limits(lines: Iterable[Line], setup: Setup, knows_draft: bool) -> list[
         }
         limited.append({**line, **of_timed})
     return limited
+
+
+def possible(history: Iterable[Line]) -> list[dict[str, Any]]:
+    """Return the lines of a profile without times that no step can take: below 0, or far below the
+    limit. A round takes no less than its verification.
+    """
+    kept = []
+    for line in history:
+        limits = {
+            key: line.get(f"limit/{key}_ms", 0.0) for key in ("target_decode", "verify", "draft")
+        }
+        limits["round"] = limits["verify"]
+        wrong = [
+            key
+            for key, limit_ms in limits.items()
+            if line.get(f"time/{key}_ms", inf) < max(0.0, IMPOSSIBLE * limit_ms)
+        ]
+        names = {f"time/{key}_ms{end}" for key in wrong for end in ("", "_ci95")}
+        names |= {f"limit/{key}_ms" for key in wrong}
+        kept.append({name: value for name, value in line.items() if name not in names})
+    return kept
 
 
 def diagnosis_of(

@@ -11,7 +11,6 @@ import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from math import hypot
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple, cast
@@ -29,6 +28,7 @@ from magicdec.errors import UserError, to_stderr
 from magicdec.measure.metrics import Metrics
 from magicdec.peers.base import Servable
 from magicdec.peers.endpoint import Endpoint
+from magicdec.peers.lateness import late_by
 from magicdec.peers.openai import is_loopback
 from magicdec.peers.steady import LONGER, MIN_ROUNDS, Burst, steady
 from magicdec.peers.vllm_forward import read_forward, with_forward
@@ -39,10 +39,12 @@ from magicdec.scenarios import diagnosed
 from magicdec.scenarios.diagnosed import (
     diagnosis_metrics,
     diagnosis_of,
+    possible,
     setup_of_profile,
     with_limits,
 )
 from magicdec.scenarios.outcome import Outcome
+from magicdec.scenarios.outside_lines import MeasuredPoint, lines
 from magicdec.scenarios.peer import load
 from magicdec.scenarios.unit_folder import UnitFolder
 from magicdec.serving.request import Params
@@ -54,7 +56,7 @@ from magicdec.verification.sampling import Sampling
 
 AUTOREGRESSIVE, SPECULATIVE = WAYS
 FREE_ALPHA = 0.7  # with which a free draft is accepted where there is no other to compare with
-MIN_PROPOSED_SHARE = 0.8  # of gamma: with fewer proposals, a round is not its verification
+CLIENT_LATE = "cannot be judged: the client was late"
 PERIOD = 32  # tokens of a prompt that repeats, so that n-grams are found
 
 
@@ -73,14 +75,12 @@ class Started(NamedTuple):
     gamma: int  # 0: it does not speculate
     batches: tuple[int, ...]
 
-
-class MeasuredPoint(NamedTuple):
-    """A point of the grid: a way and a gamma at a batch and a context."""
-
-    way: str
-    gamma: int
-    batch: int
-    context: int
+    @property
+    def label(self) -> str:
+        """Return the server in words."""
+        words = [f"a {self.way} draft" if self.way == FREE else self.way or "as it is"]
+        words += [f"gamma {self.gamma}"] if self.gamma else []
+        return ", ".join([*words, f"batch {', '.join(map(str, self.batches))}"])
 
 
 @dataclass(frozen=True)
@@ -110,11 +110,16 @@ def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
     metrics: Metrics = {"device": plan.device_name, "engine/served": work.served, **plan.sources}
     if plan.config.engine.has_our_drafts:
         metrics["weights/bytes"] = plan.weight_bytes
+    if warning := work.lateness():
+        to_stderr(f"warning: {warning}")
     history, diagnosis = with_forward(work.history, forward_times), None
     if setup is not None:
-        history = with_limits(history, setup, plan.config.speculates)
-        diagnosis = diagnosis_of(history, setup, plan, plan.config.speculates)
+        history = possible(with_limits(history, setup, plan.config.speculates))
+        if not work.late:
+            diagnosis = diagnosis_of(history, setup, plan, plan.config.speculates)
     metrics |= diagnosis_metrics(diagnosis)
+    if work.late:
+        metrics["diagnosis/sentence"] = CLIENT_LATE
     return Outcome(metrics, history=history, view=view(plan, work, history, diagnosis))
 
 
@@ -132,6 +137,8 @@ def view(
     )
     parts: list[RenderableType] = [heading, Text(f"{work.served}; {window}"), Text()]
     parts.append(diagnosed.view(history, diagnosis, plan.config.batch.generate_len))
+    if work.late:
+        parts += [Text(), Text(f"diagnosis: {CLIENT_LATE}", style="bold")]
     rounds = [line for line in work.history if "time/round_ms" in line]
     if rounds and not any("time/verify_ms" in line for line in rounds):
         parts.append(
@@ -169,17 +176,31 @@ class Bursts:
         """Return a line for each point of the grid."""
         return [*lines(self.by_point)]
 
+    @property
+    def late(self) -> list[BurstUnit]:
+        """Return the points at which the client was late, so that their times are wrong."""
+        return [unit for unit in self.units if unit.burst.late_ms is not None]
+
+    def lateness(self) -> str | None:
+        """Return at how many points the client was late, with the remedy; None at none."""
+        late = self.late
+        if not late:
+            return None
+        mean_ms = fmean(unit.burst.late_ms or 0.0 for unit in late)
+        said = late_by(mean_ms, is_single=any(unit.measured.batch == 1 for unit in late))
+        return f"at {len(late)} of {len(self.units)} points {said}"
+
     async def measure_all(self) -> None:
         """Measure all servers that lack a point, one after another."""
         config = self.plan.config
         scenario = self.plan.config.settings(Profile)
         engine = cast(Servable, load(self.plan, gamma=max(scenario.gammas)))
         servers = [server for server in servers_of(engine, scenario) if self._missing(server)]
-        total = sum(len(self._missing(server)) for server in servers)
         room = replace(config.batch, generate_len=LONGER * config.batch.generate_len)
         roomy = replace(self.plan, config=replace(config, batch=room))
-        with self.progress.task("profiling", total=total) as task:
-            for server in servers:
+        for number, server in enumerate(servers, 1):
+            what = f"profiling {server.label}, server {number} of {len(servers)}"
+            with self.progress.task(what, total=len(self._missing(server))) as task:
                 alpha = self._alpha(server.gamma) if engine.draws_acceptance else None
                 rows = max(server.batches)
                 started = load(roomy, server.gamma, num_rows=rows, free_acceptance=alpha)
@@ -267,46 +288,3 @@ def servers_of(engine: Servable, scenario: Profile) -> Iterator[Started]:
 def _gamma(asked: MeasuredPoint, burst: Burst, is_chosen: bool) -> int:
     """Return the gamma of a burst, as the server counts it where nobody has chosen it."""
     return asked.gamma if is_chosen or not burst.gamma else round(burst.gamma)
-
-
-def lines(bursts: Mapping[MeasuredPoint, Burst]) -> Iterator[dict[str, Any]]:
-    """Yield a line for each point of the grid that was measured, times in milliseconds as in
-    scenario=profile of our own engine.
-    """
-    cells = sorted({(point.batch, point.context) for point in bursts})
-    for batch, context in cells:
-        line: dict[str, Any] = {"batch_size": batch, "context_len": context}
-        if plain := bursts.get(MeasuredPoint(AUTOREGRESSIVE, 0, batch, context)):
-            line |= _timed("target_decode", plain) | {"decoded": plain.decoded}
-        gammas = sorted({p.gamma for p in bursts if p[2:] == (batch, context) and p.gamma})
-        if not gammas:
-            yield line
-        for gamma in gammas:
-            free = bursts.get(MeasuredPoint(FREE, gamma, batch, context))
-            draft = bursts.get(MeasuredPoint(SPECULATIVE, gamma, batch, context))
-            yield line | {"gamma": gamma} | _speculation(gamma, free, draft)
-
-
-def _speculation(gamma: int, free: Burst | None, draft: Burst | None) -> dict[str, Any]:
-    """Return the times of a round's parts, as far as they can be told apart, and its acceptance."""
-    line: dict[str, Any] = {}
-    if free:
-        # A server that counts no proposals may have made none: then a round is a decode step.
-        line["free/proposed"] = proposed = free.gamma or 0.0
-        free = free if proposed >= MIN_PROPOSED_SHARE * gamma else None
-    if free:
-        line |= _timed("verify", free)
-    if draft:
-        line |= _timed("round", draft) | {"acceptance_length": draft.length}
-        line |= {"proposed": draft.gamma} if draft.gamma is not None else {}
-    if free and draft:
-        line["time/draft_ms"] = time = (draft.step_ms - free.step_ms) / gamma
-        if free.step_ms_ci95 and draft.step_ms_ci95:
-            halves = [(high - low) / 2 for low, high in (free.step_ms_ci95, draft.step_ms_ci95)]
-            half = hypot(*halves) / gamma
-            line["time/draft_ms_ci95"] = [time - half, time + half]
-    return line
-
-
-def _timed(name: str, burst: Burst) -> dict[str, Any]:
-    return {f"time/{name}_ms": burst.step_ms, f"time/{name}_ms_ci95": burst.step_ms_ci95}

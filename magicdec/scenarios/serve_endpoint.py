@@ -85,7 +85,8 @@ class Measurement:
             seed = self.plan.config.data.seed
             async with Lateness() as lateness:
                 answers, seconds = await under_load(endpoint, self.jobs, load, seed, task.advance)
-        lateness.check(answers, f"{way}, {load}")
+        at_once = load.value if load.kind == "concurrency" else None
+        lateness.check(answers, f"{way}, {load}", at_once)
         after = await endpoint.counters()
         requests = [
             _kept(answer, endpoint.address) for answer in cast(list[EndpointRequest], answers)

@@ -10,7 +10,7 @@ from render import read_csv
 
 from magicdec.costmodel.diagnosis import ACCEPTANCE, CAUSES, PAYS, Thresholds
 from magicdec.costmodel.round import round_times
-from magicdec.scenarios.outside import MeasuredPoint
+from magicdec.scenarios.outside_lines import MeasuredPoint
 from magicdec.units import FREE, WAYS
 
 STRONG = {"entry_reads": 0.8, "draft": 3.0, "round_waits": 1.0, "lost": 0.4}

@@ -113,6 +113,7 @@ def test_a_client_that_is_late_itself_says_so(tmp_path, capsys, monkeypatch):
         late = served(tmp_path, url, *ONE, "data.seed=1")
     said = capsys.readouterr().err
     assert "autoregressive, concurrency 1: this client was late by" in said
+    assert "the machine is too busy for these times: stop other work" in said, "at one request"
     assert in_time["autoregressive/client_late_ms"] < late["autoregressive/client_late_ms"]
     assert late["autoregressive/client_late_ms"] > 1e3 * CHUNK_S
 

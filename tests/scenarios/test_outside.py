@@ -11,9 +11,11 @@ from magicdec.config.registry import DRAFTS
 from magicdec.kernels.library import compiler
 from magicdec.peers.steady import Burst
 from magicdec.planning.resolve import resolve
-from magicdec.scenarios import Job, run
-from magicdec.scenarios.outside import MeasuredPoint, prepare
-from magicdec.scenarios.outside import lines as lines_of
+from magicdec.scenarios import Job, outside, run
+from magicdec.scenarios.diagnosed import possible
+from magicdec.scenarios.outside import prepare
+from magicdec.scenarios.outside_lines import MeasuredPoint
+from magicdec.scenarios.outside_lines import lines as lines_of
 from magicdec.scenarios.peer import load
 from magicdec.units import FREE
 from tests.checkpoints import add_mtp, make_checkpoint
@@ -203,3 +205,52 @@ def test_our_own_server_from_outside(tmp_path):
     for line in history:
         assert min(line[f"time/{name}_ms"] for name in ("target_decode", "verify", "round")) > 0
         assert line["proposed"] == pytest.approx(2, rel=0.2)
+
+
+def test_times_that_no_step_can_take_are_left_out():
+    """Below 0, or a hundredth of the limit: of a client that was late for the chunks before."""
+    line = {"batch_size": 1, "context_len": 512, "gamma": 2, "time/round_ms": 12.0}
+    line |= {"time/target_decode_ms": 0.0137, "limit/target_decode_ms": 2.0}
+    line |= {"time/verify_ms": 11.0, "limit/verify_ms": 2.2, "time/verify_ms_ci95": [10.0, 12.0]}
+    negative = {"time/draft_ms": -4.47, "limit/draft_ms": 0.4, "time/draft_ms_ci95": [-5.0, -4.0]}
+    (kept,) = possible([line | negative])
+    assert kept.keys() == line.keys() - {"time/target_decode_ms", "limit/target_decode_ms"}
+    (cached,) = possible([line | {"time/target_decode_ms": 0.7}])
+    assert cached["time/target_decode_ms"] == 0.7, "from a cache that is faster than the memory"
+    (impossible,) = possible([line | {"time/round_ms": 0.02}])
+    assert "time/round_ms" not in impossible, "shorter than its verification"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "remedy"),
+    [
+        ("[1,2]", "the machine is too busy for these times: stop other work"),
+        ("[2,3]", "it, or its machine, is too busy; send less load"),
+    ],
+)
+def test_of_a_late_client_nothing_is_diagnosed(tmp_path, capsys, monkeypatch, sizes, remedy):
+    """That is said once, with the number of points; each server's end is told meanwhile."""
+
+    async def late(endpoint, rows, params):
+        return Burst(1.0, (20.0, 20.0), 8.0, 2.0, 2.0, late_ms=7.0)
+
+    monkeypatch.setattr(outside, "steady", late)
+    monkeypatch.setattr("magicdec.tracking.progress.DELAY_S", 0.0)
+    with standing_in(**PROPOSES) as (_, url), standing_in(per_chunk=1) as (_, baseline):
+        result, _ = profiled(
+            tmp_path,
+            f"engine.url={url}",
+            f"engine.baseline_url={baseline}",
+            f"scenario.batch_sizes={sizes}",
+            "hardware=h100",
+        )
+    told = capsys.readouterr()
+    assert result["diagnosis/sentence"] == "cannot be judged: the client was late"
+    assert "diagnosis/cause" not in result
+    assert "diagnosis: cannot be judged: the client was late" in told.out
+    said = " ".join(told.err.split())
+    assert said.count("late by") == 1
+    assert "warning: at 4 of 4 points this client was late by 7.0 ms on average, and" in said
+    assert remedy in said
+    assert "profiling autoregressive, batch" in said
+    assert "server 2 of 2: " in said
