@@ -28,10 +28,10 @@ FIRST = [command for command in COMMANDS if command.page in ("README.md", "docs/
 # What the end of a run must print, by a word of its command; the first that fits counts.
 SAYS = {
     "scenario=predict": (
-        r"draft\.gamma=2, the best per batch, is predicted to run at [01]\.\d+x per row and"
-        r" [01]\.\d+x per batch \(pays\); the best per row is gamma \d+: [01]\.\d+x per row and"
-        r" [01]\.\d+x per batch \(pays in every comparable measurement of \d+ sources; [^)]*\): "
-        r".* S\* is [\d,]+ \(measured .*; alpha 0\.\d\d: ",
+        r"draft\.gamma=2(, the best [\w ]+,)? is predicted to run at [01]\.\d+x per row and"
+        r" [01]\.\d+x per batch \(pays",
+        r"\(pays in every comparable measurement of \d+ sources; [^)]*\): ",
+        r" S\* is [\d,]+ \(measured .*; alpha 0\.\d\d: ",
         r" memory per GPU: [\d.]+ of 80 GiB ",
     ),
     "scenario=plan": (

@@ -50,6 +50,7 @@ SMALL_VERIFY = [
     f"scenario.{key}"
     for key in ("batch_sizes=[2]", "context_lens=[320]", "gammas=[2]", "repeats=1")
 ]
+SMALL_PREDICTION = ["wandb.mode=offline"]  # as large as it is asked for
 SMALL_PROFILE = ["batch.generate_len=48", "wandb.mode=offline"]
 SMALL_SERVE = [*SMALL[:3], "scenario.num_requests=4", "wandb.mode=offline"]
 LOCAL_TARGETS = ("tiny", "tiny-draft")  # all others need a checkpoint
@@ -173,6 +174,8 @@ def small(arguments: tuple[str, ...], runs: Path) -> list[str]:
         sizes = [*SMALL_VERIFY, "wandb.mode=offline"]
     elif "scenario=serve" in arguments:
         sizes = SMALL_SERVE
+    elif {"scenario=predict", "scenario=plan"} & {*arguments}:
+        sizes = SMALL_PREDICTION
     elif "scenario.batch_sizes" in given:  # a grid of its own sizes
         sizes = SMALL_PROFILE
     extra = [override for override in sizes if override.partition("=")[0] not in given]

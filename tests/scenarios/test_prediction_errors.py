@@ -4,6 +4,7 @@ import pytest
 
 from magicdec.config.load import compose
 from magicdec.costmodel.round import round_times
+from magicdec.costmodel.speedup import batch_rounds
 from magicdec.planning.resolve import resolve
 from magicdec.planning.setup import setup_of
 from magicdec.scenarios import prediction_errors
@@ -25,7 +26,7 @@ def test_steps_are_predicted_after_the_prompts_and_speedups_halfway_through_the_
     after_prompts, halfway = (
         round_times(setup_of(plan, *RATES).at(context=context), 4) for context in (512, 1024)
     )
-    tokens = sum(0.8**n for n in range(5))
+    tokens = 1023 / batch_rounds(4, 0.8, num_rows=1, num_tokens=1023)  # the prefill gives the first
     assert halfway.speedup(tokens) > 1.02 * after_prompts.speedup(tokens)
     assert found["predicted/speedup"] == pytest.approx(halfway.speedup(tokens))
     assert found["predicted/speedup_error"] == pytest.approx(halfway.speedup(tokens) - 1)
