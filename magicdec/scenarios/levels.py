@@ -249,9 +249,23 @@ def by_context(results: Mapping[str, Any]) -> RenderableType | None:
             f"{results[f'context/{name}/acceptance_length']:.2f}",
             "{:.2f} to {:.2f}".format(*ends) if ends else "",
         )
+    return Group(table, Text(_shortest_for_longest(results, names[0], names[-1])))
+
+
+def _shortest_for_longest(results: Mapping[str, Any], shortest: str, longest: str) -> str:
+    """Return by how much the acceptance length of the shortest contexts is wrong for the longest
+    ones, where both have an interval.
+    """
+    ends = (shortest, longest)
+    if any(f"context/{name}/acceptance_length_ci95" not in results for name in ends):
+        few, many = (results[f"context/{name}/requests"] for name in ends)
+        counted = f"{few} requests each" if few == many else f"{few} and {many} requests"
+        return f"({counted}: too few to compare)"
     error = results["context/error_of_shortest"]
-    said = f"the acceptance length of the shortest contexts is {error:+.0%} off at the longest"
-    return Group(table, Text(said))
+    high = "high" if error >= 0 else "low"
+    return (
+        f"a length measured on the shortest contexts is {abs(error):.0%} too {high} for the longest"
+    )
 
 
 def latencies(history: Sequence[Mapping[str, Any]], ways: Sequence[str]) -> Table:

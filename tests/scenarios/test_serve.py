@@ -1,12 +1,15 @@
 """The levels of load of scenario=serve: their figures, and how they are shown."""
 
+import io
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
 from magicdec.config.load import compose
 from magicdec.config.scenario_settings import Serve
 from magicdec.errors import UserError
+from magicdec.measure.contexts import Speculated, context_acceptance
 from magicdec.scenarios import levels
 from magicdec.scenarios.level_units import LevelUnit, ServedRequest
 from magicdec.serving.load_generator import Load
@@ -114,3 +117,24 @@ def test_requests_that_fail_in_one_way_lower_no_figure_of_the_other():
     assert "category/b/autoregressive/time_to_first_token_ms" not in found, "none was answered"
     whole = {way: replace(unit, requests=unit.requests[:3]) for way, unit in units.items()}
     assert levels.level_metrics(whole, scenario)["speedup_duration"] == 10 / 5
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "said"),
+    [
+        ((2, 2.4), (2, 1.4), "(2 requests each: too few to compare)"),
+        ((3, 2.4), (9, 1.4), "(3 and 9 requests: too few to compare)"),
+        ((9, 2.4), (9, 1.4), "a length measured on the shortest contexts is 71% too high for the"),
+        ((9, 1.2), (9, 1.6), "a length measured on the shortest contexts is 25% too low for the"),
+    ],
+)
+def test_lengths_at_two_contexts_are_compared_where_both_have_an_interval(first, last, said):
+    """One accepted length for all requests of a context: four of them make an interval."""
+    requests = [
+        Speculated(context, 10, round(10 * (length - 1)))
+        for context, (number, length) in ((512, first), (8192, last))
+        for _ in range(number)
+    ]
+    console = Console(file=io.StringIO(), width=100)
+    console.print(levels.by_context(context_acceptance(requests)))
+    assert said in console.file.getvalue()
