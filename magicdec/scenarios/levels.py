@@ -258,7 +258,8 @@ def _shortest_for_longest(results: Mapping[str, Any], shortest: str, longest: st
     """
     ends = (shortest, longest)
     if any(f"context/{name}/acceptance_length_ci95" not in results for name in ends):
-        few, many = (results[f"context/{name}/requests"] for name in ends)
+        few = results[f"context/{shortest}/requests"]
+        many = results[f"context/{longest}/requests"]
         counted = f"{few} requests each" if few == many else f"{few} and {many} requests"
         return f"({counted}: too few to compare)"
     error = results["context/error_of_shortest"]
