@@ -64,30 +64,15 @@ def warnings(config: Config) -> list[str]:
             "cache=full with draft=self: the target drafts for itself over its own cache, which"
             " saves nothing"
         )
-    lines += _budgets_that_hold(config, context_len, f"{context_key}={context_len}")
+    lines += [
+        f"{budget} holds all of {context_key}={context_len}: it saves nothing"
+        for budget in config.budgets_of_at_least(context_len)
+    ]
     for name, value in (("top_k", sampling.top_k), ("top_p", sampling.top_p)):
         if sampling.temperature == 0 and value is not None:
             why = "at sampling.temperature=0 the likeliest token is taken"
             lines.append(f"sampling.{name}={value} has no effect: {why}")
     return lines
-
-
-def warnings_about_prompts(config: Config, longest: int) -> list[str]:
-    """Return a line for each budget that evicts nothing of the prompts that were read, of at most
-    `longest` tokens. They may be shorter than what `warnings` goes by.
-    """
-    if longest >= config.scenario.longest(config.batch):
-        return []
-    return _budgets_that_hold(config, longest, f"the longest prompt, which has {longest:,} tokens")
-
-
-def _budgets_that_hold(config: Config, num_tokens: int, what: str) -> list[str]:
-    """Return a line for each budget of at least so many tokens."""
-    return [
-        f"{key}.budget={limited.budget} holds all of {what}: it saves nothing"
-        for key, limited in config.budgeted.items()
-        if limited.budget >= num_tokens
-    ]
 
 
 def refuse_unread(config: Config, overrides: Sequence[str]) -> list[str]:

@@ -84,6 +84,14 @@ class Config:
         """Return the caches whose `budget` bounds what the draft reads, by key."""
         return self.draft.budgeted(self.cache)
 
+    def budgets_of_at_least(self, num_tokens: int) -> list[str]:
+        """Return the budgets that evict nothing of so many tokens, as key=value."""
+        return [
+            f"{key}.budget={limited.budget}"
+            for key, limited in self.budgeted.items()
+            if limited.budget >= num_tokens
+        ]
+
     @property
     def models(self) -> dict[str, ModelChoice]:
         """Return the models of a run by the keys that choose them."""

@@ -8,7 +8,6 @@ import torch
 
 from magicdec.architectures.modules_config import ModulesConfig, MtpModulesConfig
 from magicdec.attention.base import Attention
-from magicdec.config.checks import warnings, warnings_about_prompts
 from magicdec.config.registry import BACKENDS, CORPORA
 from magicdec.data import PromptRequest, Prompts, load_prompts
 from magicdec.data.tokenizer import load_tokenizer
@@ -81,12 +80,16 @@ def prompts(
 
 
 def warn_about(plan: Plan, prompts: Prompts) -> None:
-    """Print a line for each setting that means little for the prompts that were read."""
+    """Print a line for each budget that evicts nothing of the prompts that were read. They may be
+    shorter than the context that the configuration names, of which it was warned before.
+    """
     config = plan.config
-    already = warnings(config)
-    for line in warnings_about_prompts(config, max(map(len, prompts.tokens))):
-        if line not in already:
-            to_stderr(f"warning: {line}")
+    longest = max(map(len, prompts.tokens))
+    of_context = config.budgets_of_at_least(config.scenario.longest(config.batch))
+    for budget in config.budgets_of_at_least(longest):
+        if budget not in of_context:
+            what = f"the longest prompt, which has {longest:,} tokens"
+            to_stderr(f"warning: {budget} holds all of {what}: it saves nothing")
 
 
 def tokenizer(plan: Plan) -> object | None:
