@@ -254,7 +254,7 @@ def test_a_failed_round_is_raised_and_the_next_call_works(model, expected, monke
         (
             [1] * 300,
             {"max_tokens": 21},
-            "the prompt has 300 tokens and max_tokens=21: together they may be 320",
+            "300 prompt tokens and max_tokens=21 exceed the limit of 320 tokens",
         ),
         ("x", {"max_tokens": 0}, "max_tokens=0: must be at least 1"),
         ("x", {"max_tokens": 2.5}, "max_tokens=2.5: must be a whole number"),

@@ -242,7 +242,8 @@ def attention(device: torch.device) -> Iterator[Finding]:
             f"{watch.seconds:.1f} s with compilation",
         ]
         yield Finding(status, f"attention={name}", "; ".join(parts))
-    yield Finding(OK, "attention=auto", backends.choose("auto", device, dtype, [HEAD_DIM])[1])
+    _, reason = backends.choose("auto", device, dtype, [HEAD_DIM])
+    yield Finding(OK, "attention=auto", reason.removeprefix("attention=auto: "))
 
 
 def rounds(device: torch.device) -> Iterator[Finding]:

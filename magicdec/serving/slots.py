@@ -175,10 +175,10 @@ class Slots:
         if not 0 <= min(prompt) <= max(prompt) < vocab_size:
             raise UserError(f"the prompt holds a token outside of the vocabulary of {vocab_size:,}")
         if len(prompt) + params.max_tokens > self.max_len:
-            limit = f"{params.limit_name}={params.max_tokens}"
+            wanted = f"{len(prompt):,} prompt token{'s' if len(prompt) > 1 else ''}"
             raise UserError(
-                f"the prompt has {len(prompt):,} tokens and {limit}: together they may be"
-                f" {self.max_len:,}"
+                f"{wanted} and {params.limit_name}={params.max_tokens} exceed the limit of"
+                f" {self.max_len:,} tokens"
             )
         if params.gamma is not None and params.gamma > self.gamma:
             raise UserError(

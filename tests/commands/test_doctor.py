@@ -49,6 +49,7 @@ def test_a_machine_without_a_gpu_is_healthy(capsys):
     ):
         assert words in shown
     assert all(words in shown for words in ("cannot be reached", "is ready"))
+    assert shown.count("attention=auto") == 1, "the name of the check is not repeated"
 
 
 def test_a_machine_that_others_use_is_called_busy_next_to_its_speed(monkeypatch):

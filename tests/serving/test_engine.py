@@ -45,7 +45,7 @@ async def test_many_at_once_each_with_its_own_tokens_and_stats(engine):
         engine.generate(p, Params(n, ENDLESS)) for p, n in zip(PROMPTS, GENERATE, strict=True)
     ]
     with pytest.raises(
-        UserError, match="the prompt has 200 tokens and max_tokens=64: together they may be 101"
+        UserError, match="200 prompt tokens and max_tokens=64 exceed the limit of 101 tokens"
     ):
         engine.generate([1] * 200)
     assert await asyncio.gather(*map(collect, streams)) == expected()

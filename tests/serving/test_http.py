@@ -158,11 +158,11 @@ def message(response, status: int) -> str:
     ("changes", "status", "said"),
     [
         ({"model": "gpt"}, 404, "model='gpt' is not served here; tiny is"),
-        ({"prompt": "word " * 3000}, 400, "together they may be 2,048"),
+        ({"prompt": "word " * 3000}, 400, "exceed the limit of 2,048 tokens"),
         (
             {"prompt": [1] * 2048},
             400,
-            "the prompt has 2,048 tokens and max_tokens=24: together they may be 2,048",
+            "2,048 prompt tokens and max_tokens=24 exceed the limit of 2,048 tokens",
         ),
         (
             {"prompt": "word " * 20_000},

@@ -132,7 +132,7 @@ def test_a_stop_string_frees_the_slot_and_is_counted_as_a_stop(chat, whole):
         ({"tools": [{"type": "function"}]}, "not supported; leave it out"),
         (
             {"max_completion_tokens": 500},
-            "tokens and max_completion_tokens=500: together they may be 512",
+            "tokens and max_completion_tokens=500 exceed the limit of 512 tokens",
         ),
         ({"max_completion_tokens": -1}, "max_completion_tokens=-1: must be at least 1"),
         ({"max_tokens": 5}, "max_tokens and max_completion_tokens differ; send one"),

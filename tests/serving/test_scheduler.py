@@ -245,7 +245,7 @@ def test_a_request_whose_logits_are_not_finite_fails_next_to_a_sampled_one():
         (
             [1] * 90,
             {"max_tokens": 12},
-            "the prompt has 90 tokens and max_tokens=12: together they may be 101",
+            "90 prompt tokens and max_tokens=12 exceed the limit of 101 tokens",
         ),
         ([61], {}, "outside of the vocabulary of 61"),
         ([1], {"gamma": 5}, "gamma=5: must be at most 4"),
