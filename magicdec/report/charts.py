@@ -12,12 +12,18 @@ from typing import Any
 
 import altair as alt
 
+from magicdec.units import WAYS
+
 GREY, NOISY_COLOUR = "#8b929e", "#d55e00"
 # Distinguishable without red and green, and in grey print by the shapes that come with them.
 COLOURS = ["#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", GREY, "#7a5195"]
 BREAK_EVEN = {"strokeDash": [4, 3], "color": GREY}
 SHAPES = ["circle", "square", "triangle-up", "diamond", "cross", "triangle-down"]
 KINDS = ("number", "log", "word")  # of values: on a linear axis, on a logarithmic one, side by side
+# Of a cell: its luminance below which its text is light, and the colours of texts on dark and light
+# cells. At 0.2 both have the same contrast; on red, light text reads better.
+DARK = 0.22
+ON_CELLS = alt.value("#ffffff"), alt.value("#16181d")
 PARTS = ("drafting", "verification", "rest of the round")
 UNITS = ("ms per round", "vs autoregressive")
 SERIES_GAP = 0.05  # of the x axis, for all series of a place
@@ -96,11 +102,12 @@ def line(x: str = "number", series: str = "word") -> Chart:
     """Describe y over x, a colour per series and a shape per kind.
 
     A point is the median, or another statistic, of the rows with the same x, series and kind. A
-    single row has an interval, from `low` to `high`; `!` marks noise.
+    single row has an interval, from `low` to `high`; `!` marks noise. Points of rows with `apart`
+    are not joined.
     """
     keys: Any = ["x", "series", "kind"]
     rows = _points().transform_aggregate(
-        y="median(y)", low="min(low)", high="max(high)", noisy="max(noisy)", rule="max(rule)", runs="count()",  # noqa: E501
+        y="median(y)", low="min(low)", high="max(high)", noisy="max(noisy)", rule="max(rule)", runs="count()", apart="max(apart)",  # noqa: E501
         groupby=keys,
     )  # fmt: skip
     base, at = _across(rows, x)
@@ -123,7 +130,8 @@ def line(x: str = "number", series: str = "word") -> Chart:
     ]  # fmt: skip
     if x != "word":
         dash = alt.StrokeDash("kind:N", title=None, sort=None, legend=None)
-        joined = base.mark_line(strokeWidth=1.6).encode(**at, y=up, color=colour, strokeDash=dash)
+        kept = base.transform_filter("!(datum.apart > 0)")
+        joined = kept.mark_line(strokeWidth=1.6).encode(**at, y=up, color=colour, strokeDash=dash)
         parts.insert(1, joined)
     return alt.layer(*parts)
 
@@ -138,7 +146,6 @@ def heat(ratio: bool) -> Chart:
     hues = alt.SchemeParams(
         name="redblue" if ratio else "blues", extent=[0.15, 0.85] if ratio else [0, 0.6]
     )
-    # Light: text is legible on it.
     scale = alt.Scale(scheme=hues, domainMid=1) if ratio else alt.Scale(scheme=hues)
     axis = alt.Axis(labelAngle=0, labelOverlap=True, labelSeparation=4)
     across = alt.X("x:O", title="$x", axis=axis)
@@ -146,9 +153,13 @@ def heat(ratio: bool) -> Chart:
     colour = alt.Color("y:Q", title="$y", scale=scale)
     tips = _tips("x:N", "series:N", "y:Q", "runs:Q")
     cells = base.mark_rect(cornerRadius=2).encode(x=across, y=up, color=colour, tooltip=tips)
-    words = base.transform_calculate(text="format(datum.y, '.3~r') + (datum.noisy ? ' !' : '')")
-    marks = words.mark_text(color="#16181d", stroke="white", strokeWidth=0.15)
-    return alt.layer(cells, marks.encode(x=across, y=up, text="text:N"))
+    figure = "format(datum.y, '.2f')"
+    if not ratio:  # tokens per second, a gamma
+        whole = "datum.y % 1 == 0 || datum.y >= 100"
+        figure = f"{whole} ? format(datum.y, ',.0f') : {figure}"
+    words = base.transform_calculate(text=f"({figure}) + (datum.noisy ? ' !' : '')")
+    legible = alt.condition(f"luminance(scale('color', datum.y)) < {DARK}", *ON_CELLS)
+    return alt.layer(cells, words.mark_text().encode(x=across, y=up, text="text:N", color=legible))
 
 
 def trade() -> Chart:
@@ -158,13 +169,14 @@ def trade() -> Chart:
     base = _positive_points()
     log = alt.Scale(type="log", nice=False, padding=12)
     x, y = _log_axes(log, alt.Axis(tickCount=5, format="~s"))
-    colour = alt.Color("series:N", title="$series", scale=alt.Scale(range=COLOURS))
-    fill = alt.Fill("series:N", title="$series", scale=alt.Scale(range=COLOURS))
-    shape = alt.Shape("kind:N", title=None, sort=None, scale=alt.Scale(range=SHAPES))
+    colour = alt.Color("series:N", title="$series", sort=None, scale=alt.Scale(range=COLOURS))
+    fill = alt.Fill("series:N", title="$series", sort=None, scale=alt.Scale(range=COLOURS))
+    ways = [*reversed(WAYS)]  # named, so that each keeps its mark whatever runs are shown
+    shape = alt.Shape("kind:N", title=None, scale=alt.Scale(domain=ways, range=SHAPES[: len(ways)]))
     order: Any = [alt.SortField("x", "ascending"), alt.SortField("y", "descending")]
     front = base.transform_window(best="max(y)", sort=order, groupby=["kind"], frame=[None, 0])
     kept = front.transform_filter("datum.y >= datum.best")
-    dash = alt.StrokeDash("kind:N", sort=None, legend=None)
+    dash = alt.StrokeDash("kind:N", scale=alt.Scale(domain=ways), legend=None)
     tips = _tips("id:N", "series:N", "x:Q", "y:Q")
     return alt.layer(
         kept.mark_line(strokeWidth=1.4, color=GREY).encode(x=x, y=y, strokeDash=dash),

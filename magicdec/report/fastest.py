@@ -154,6 +154,18 @@ class Answer:
             ),
         )
 
+    @property
+    def given_in_words(self) -> str:
+        """Return the settings that tell one place from another, in words."""
+        words = [HELD_IN_WORDS.get(key, key) for key in self.given]
+        return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
+
+    @property
+    def of_places(self) -> str:
+        """Return what the places are, in words, after their number."""
+        kind = "values" if len(self.given) == 1 else "combinations"
+        return f"{kind} of {self.given_in_words}"
+
     def winner(self, place: RankedPlace) -> str:
         """Say which configuration is the fastest at a place, or from which others it cannot be
         distinguished.
@@ -192,7 +204,7 @@ class Answer:
         for place in self.places[:MAX_PLACES]:
             yield ": ".join(filter(None, (self.where(place), self.winner(place))))
         if len(self.places) > MAX_PLACES:
-            yield f"and {counted(len(self.places) - MAX_PLACES, 'more place')}: see the report"
+            yield f"and {len(self.places) - MAX_PLACES} more {self.of_places}: see the report"
         words = {key: word for key, word in HELD_IN_WORDS.items() if key in self.held}
         held = [f"{word} {cell(self.held[key])}" for key, word in words.items()]
         yield f"held constant: {', '.join(held) or 'nothing'}"

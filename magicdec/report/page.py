@@ -44,7 +44,7 @@ from magicdec.report.page_menus import (
     picks_of,
 )
 from magicdec.report.page_samples import samples_of
-from magicdec.report.query import informative, varying
+from magicdec.report.query import LABELS, informative, varying
 from magicdec.report.rows import FACTS, keys_of, num_runs
 from magicdec.shell import command_line
 from magicdec.tracking.cells import cell
@@ -143,6 +143,7 @@ def _data(rows: Sequence[Row]) -> dict[str, Any]:
         "picks": list(picks),
         "samples": samples,
         "table": [key for key in table if key in columns],
+        "labels": {key: label for key, label in LABELS.items() if key in columns},
         "trade": TRADE,
         "acceptance": ACCEPTANCE,
         "timed": [key for key in numeric if is_timed(key)],

@@ -185,6 +185,6 @@ def first_choices(
         "series1": among("batch.context_len", "cache.policy", "cache.budget", but=x1),
         "bars": x1,
     }
-    first |= {"x2": x2, "series2": among("cache.policy", "draft.name", "draft.gamma", but=x2)}
+    first |= {"x2": x2, "series2": among("draft.name", "cache.policy", "draft.gamma", but=x2)}
     first |= {"colour": among("cache.policy", "draft.name")}
     return first | {f"pick:{key}": value for key, value in picks.items()}

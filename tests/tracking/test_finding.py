@@ -96,7 +96,7 @@ def test_a_speedup_without_an_interval_is_no_win_at_any_place(tmp_path):
     assert [place.faster for place in found.places] == ["not known (1 repeat)", "within noise"]
     assert found.top is found.places[1], "what has an interval can be trusted more"
     html = html_page(rows, "a page")
-    assert "Speculation is faster in 0 of 2" in html
+    assert "Speculation is faster at 0 of 2 values of context; at 1 it is not known" in html
     assert 'class="good"' not in html
     cells = {row["batch.context_len"]: marked(row, "speedup") for row in rows}
     assert {context: str(text.style) for context, text in cells.items()} == {512: "", 4096: ""}

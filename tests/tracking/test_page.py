@@ -285,6 +285,122 @@ def test_the_parts_of_a_round_are_those_that_were_timed():
     assert impossible["marks"] == "impossible times"
 
 
+def timed(number, speedup, **settings):
+    """A row whose autoregressive time per token is 10 ms."""
+    row = done(number, speedup=speedup, **settings)
+    for way, ms in (("autoregressive", 10.0), ("speculative", 10.0 / speedup)):
+        row[f"{way}/time_per_output_token_ms"] = ms
+        row[f"{way}/tokens_per_second"] = 1000 / ms
+    return row
+
+
+SQUARES = """[...document.querySelectorAll("#pareto .mark-symbol.role-mark path")].filter((path) =>
+  !path.getAttribute("d").includes("A")).length"""
+
+
+@browser
+@pytest.mark.parametrize("fastest", ["speculative", "autoregressive"])
+def test_a_way_of_decoding_keeps_its_mark_whichever_is_drawn_first(look, fastest):
+    """Speculative runs are circles, which have arcs, and autoregressive ones squares."""
+    speedup = 2.0 if fastest == "speculative" else 0.5
+    rows = [timed(number, speedup, draft__gamma=number) for number in (1, 2, 4)]
+    only_speculative = rows[0] | {}
+    del only_speculative["autoregressive/tokens_per_second"]
+    assert look(rows, SQUARES) == [3]
+    assert look([only_speculative, *rows[1:]], SQUARES) == [2]
+
+
+@browser
+def test_a_legend_has_numbers_in_their_order_and_names_what_is_missing(look):
+    rows = [
+        timed(number, 1.0 + number / 10, cache__budget=budget, batch__size=number)
+        for number, budget in enumerate((128, 256, 64))
+    ]
+    rows += [timed(9, 1.4, batch__size=9)]
+    labels = (
+        '[...document.querySelectorAll("#pareto .role-legend-label text")].map('
+        "(label) => label.textContent)"
+    )
+    (found,) = look(rows, labels, state="colour=cache.budget")
+    assert [label for label in found if label.isdigit()] == ["64", "128", "256"]
+    assert "no cache" in found
+    assert "null" not in found
+
+
+@browser
+def test_a_cell_of_a_heat_map_has_two_decimals_in_a_colour_that_is_legible_on_it(look):
+    rows = [
+        done(i, batch__size=i % 2, draft__gamma=i // 2, speedup=speedup)
+        for i, speedup in enumerate((0.2, 0.37, 0.553, 2.0))
+    ]
+    texts = (
+        '[...document.querySelectorAll("#chart1 .mark-text.role-mark text")].map('
+        '(text) => [text.textContent, text.getAttribute("fill")])'
+    )
+    (found,) = look(rows, texts, state="as=heat+map&x1=batch.size&series1=draft.gamma")
+    assert sorted(words for words, _ in found) == ["0.20", "0.37", "0.55", "2.00"]
+    colours = dict(found)
+    assert colours["0.20"] == "#ffffff", "the darkest red"
+    assert colours["0.55"] != "#ffffff"
+
+
+@browser
+def test_points_that_average_unlike_runs_are_not_joined(look):
+    """At one budget all contexts are short, at the other long."""
+    unlike = [
+        done(i, cache__budget=budget, batch__context_len=context, acceptance_rate=0.5 + i / 10)
+        for i, (budget, context) in enumerate([(64, 512), (64, 1024), (256, 4096), (256, 8192)])
+    ]
+    like = [
+        done(i, cache__budget=budget, batch__context_len=context, acceptance_rate=0.5 + i / 10)
+        for i, (budget, context) in enumerate([(64, 512), (64, 1024), (256, 512), (256, 1024)])
+    ]
+    state = "x2=cache.budget&series2="
+    counts = "[numMarks('chart2', 'line'), numMarks('chart2', 'symbol')]"
+    ((lines, points), said) = look(unlike, counts, "text('chart2')", state=state)
+    assert (lines, points) == (0, 2)
+    assert "Not joined: points differ in their values of batch.context_len." in said
+    assert look(like, counts, state=state) == [[1, 2]]
+
+
+@browser
+def test_drafts_are_apart_where_acceptance_is_shown_first(look):
+    rows = [
+        done(i, draft__name=draft, cache__policy=policy, cache__budget=budget, acceptance_rate=0.5)
+        for i, (draft, policy, budget) in enumerate(
+            [("self", "streaming", 64), ("model", "streaming", 128), ("self", "snapkv", 128)]
+        )
+    ]
+    assert look(rows, "state.series2") == ["draft.name"]
+
+
+@browser
+def test_the_filter_takes_headings_of_the_terminal(look):
+    """The heading of acceptance_rate is `accepted`; `draft` is that of draft.name."""
+    rows = [
+        done(i, draft__name=draft, acceptance_rate=rate)
+        for i, (draft, rate) in enumerate([("self", 0.2), ("self", 0.4), ("ngram", 0.6)])
+    ]
+    accepted, both, mistake = look(
+        rows,
+        "(set({ where: 'accepted>0.3' }), numShown())",
+        "(set({ where: 'accepted>0.3 draft=self' }), numShown())",
+        "text('mistake')",
+    )
+    assert (accepted, both, mistake) == (2, 1, "")
+
+
+def test_the_page_says_what_a_line_of_its_first_table_is():
+    rows = [
+        done(i, batch__size=size, batch__context_len=context, speedup=1.5)
+        for i, (size, context) in enumerate([(1, 512), (8, 512), (1, 4096)])
+    ]
+    html = page.html_page(rows, "a page")
+    assert "Fastest configuration per context and batch" in html
+    assert "at 0 of 3 combinations of context and batch; at 3 it is not known" in html
+    assert "not distinguishable: other runs that are not slower" in html
+
+
 @browser
 def test_published_values_are_not_called_measured(look):
     values = {

@@ -5,7 +5,9 @@ let data, columns, all, state; // all: the numbers of the rows; a run under load
 const get = (key, run) => columns[key]?.[run] ?? null;
 const has = (...keys) => (run) => keys.every((key) => get(key, run) !== null);
 const isNumber = (value) => typeof value === "number";
-const byValue = (a, b) => (isNumber(a) && isNumber(b) ? a - b : String(a) < String(b) ? -1 : +(a !== b));
+const byWord = (a, b) => (String(a) < String(b) ? -1 : +(a !== b));
+const byValue = (a, b) => (isNumber(a) && isNumber(b) ? a - b : isNumber(b) - isNumber(a) || byWord(a, b)); // numbers first
+const missing = (key) => (key.startsWith("cache.") ? "no cache" : "none");
 const escaped = (text) => String(text).replace(/[&<>"]/g, (c) => `&#${c.charCodeAt(0)};`);
 const figure = (v) => (isNumber(v) ? v.toLocaleString("en", v % 1 ? { maximumSignificantDigits: 4 } : {}) : v ?? "");
 const distinct = (key, runs) => new Set(runs.map((run) => get(key, run))).size;
@@ -22,7 +24,8 @@ function tests(text) {
     const [, name, sign, wanted] = test.match(/^(.+?)(!=|>=|<=|=|>|<|~)(.*)$/) ?? [];
     if (!sign) throw Error(`${test}: not of the form KEY=VALUE, or with != > >= < <= ~`);
     const ends = Object.keys(columns).filter((key) => key.endsWith(`.${name}`) || key.endsWith(`/${name}`));
-    const key = columns[name] ? name : ends.length === 1 ? ends[0] : null;
+    const headed = (key) => data.labels[key] === name || key.replace(/\.name$/, "") === name;
+    const key = columns[name] ? name : ends.length === 1 ? ends[0] : ends[0] ? null : Object.keys(columns).find(headed);
     if (!key) throw Error(`${name}: ${ends[0] ? "which one? " + ends.join(", ") : "no key in which the runs differ"}`);
     const number = wanted === "" ? NaN : Number(wanted), words = (value) => String(value).toLowerCase();
     if (/[<>]/.test(sign) && isNaN(number)) throw Error(`${test}: ${wanted || "nothing"} is not a number`);
@@ -50,8 +53,8 @@ function chosen() {
 const pointsOf = (runs, sources, more, of = (x, y) => y) => sources.flatMap(([kind, x, y]) =>
   runs.filter(has(x, y)).map((run) => {
     const [low, high] = ["low", "high"].map((end) => get(`${of(x, y)}_ci95/${end}`, run) ?? get(of(x, y), run));
-    return { id: get("id", run), kind, x: get(x, run), y: get(y, run), low, high, ...more(run, kind, y) };
-  })).sort((a, b) => byValue(a.x, b.x) || byValue(a.series, b.series));
+    return { id: get("id", run), run, kind, x: get(x, run), y: get(y, run), low, high, ...more(run, kind, y) };
+  })).sort((a, b) => byValue(a.series, b.series) || byValue(a.x, b.x));
 
 // Each chart is the name of its description, its titles, its points and a note, if the note depends on them.
 const lines = (number) => (runs) => {
@@ -60,22 +63,35 @@ const lines = (number) => (runs) => {
   const known = runs.filter((run) => !data.acceptance.includes(value) || get("acceptance/source", run) !== "synthetic");
   const kinds = Object.entries(data.measures[value] ?? {}).filter(([, key]) => known.some(has(key, x)));
   const sources = kinds.slice(0, series ? 1 : undefined).map(([kind, key]) => [kind, x, key]);
-  const points = pointsOf(known, sources, (run, kind, y) => ({ series: series ? get(series, run) ?? "null" : kind,
+  const points = pointsOf(known, sources, (run, kind, y) => ({ series: series ? get(series, run) ?? missing(series) : kind,
     rule: y.includes("speedup") ? 1 : null, noisy: data.timed.includes(y) && get("noisy", run) }));
   const values = [...new Set(points.map((point) => point.x))], least = Math.min(...values), most = Math.max(...values);
   if (values.length < 2 && (number > 1 || data.number > 1 && !series)) points.length = 0; // a single dot says nothing
   const across = !values.every(isNumber) ? "word" : least > 0 && most >= data.log * least ? "log" : "number";
   const by = points.every((point) => isNumber(point.series)) ? "number" : "word";
   const name = isHeat ? (value.includes("speedup") ? "heat ratio" : "heat") : `line ${across} ${by}`;
-  const others = data.settings.filter((key) => key !== x && key !== series && distinct(key, known) > 1).slice(0, 6).join(", ");
-  const notes = [others && `A point is the ${state.statistic} of runs that also differ in ${others}.`,
+  const others = data.settings.filter((key) => key !== x && key !== series && distinct(key, known) > 1);
+  const unlike = others.filter((key) => differsAlong(points, key));
+  for (const point of points) point.apart = +(unlike.length > 0);
+  const few = (keys) => keys.slice(0, 6).join(", ");
+  const notes = [others.length && `A point is the ${state.statistic} of runs that also differ in ${few(others)}.`,
+    unlike.length && !isHeat ? `Not joined: points differ in their values of ${few(unlike)}.` : "",
     isHeat ? "" : "Bars: 95% intervals, where a point is one run.", "!: noisy. Click: these runs alone."];
-  return [name, { x, y: value, series, values, kinds: [], statistic: state.statistic }, points, notes.join(" ")];
+  return [name, { x, y: value, series, values, kinds: [], statistic: state.statistic }, points, notes.filter(Boolean).join(" ")];
+};
+// Whether the points of a series average unlike runs: less than half of a setting's values are at every x.
+const differsAlong = (points, key) => {
+  const held = {};
+  for (const { series, kind, x, run } of points) ((held[[series, kind]] ??= {})[x] ??= new Set()).add(get(key, run));
+  return Object.values(held).some((along) => {
+    const sets = Object.values(along), every = [...new Set(sets.flatMap((set) => [...set]))];
+    return every.filter((value) => sets.every((set) => set.has(value))).length < every.length / 2;
+  });
 };
 const CHARTS = {
   chart1: lines(1), chart2: lines(2), chart3: lines(3),
   pareto: (runs) => {
-    const name = (run, kind) => (state.colour && kind === "speculative" ? figure(get(state.colour, run)) || "null" : kind);
+    const name = (run, kind) => (state.colour && kind === "speculative" ? get(state.colour, run) ?? missing(state.colour) : kind);
     const points = pointsOf(runs, data.trade, (run, kind) => ({ series: name(run, kind) }));
     return ["trade", { x: "time per output token (TPOT), ms", y: "tokens/s", series: state.colour }, points];
   },
@@ -104,7 +120,8 @@ function drawChart(id, runs) {
     views[id] = view;
     view.addEventListener("click", (_, item) => { // on a point or cell: its runs alone
       const { x, series } = item?.datum ?? {}, keys = [[titles.x, x], [titles.series, series]].filter(([key]) => key);
-      const where = [state.where, ...keys.map((pair) => pair.join("="))].join(" ").trim();
+      const typed = ([key, value]) => `${key}=${value === missing(key) ? null : value}`;
+      const where = [state.where, ...keys.map(typed)].join(" ").trim();
       if (titles.values && x !== undefined) set({ where });
     });
   });
