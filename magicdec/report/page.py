@@ -44,7 +44,7 @@ from magicdec.report.page_menus import (
     picks_of,
 )
 from magicdec.report.page_samples import samples_of
-from magicdec.report.query import LABELS, informative, varying
+from magicdec.report.query import LABELS, informative, is_speedup, varying
 from magicdec.report.rows import FACTS, keys_of, num_runs
 from magicdec.shell import command_line
 from magicdec.tracking.cells import cell
@@ -112,6 +112,7 @@ def html_page(rows: Sequence[Row], title: str) -> str:
         packed=packed,
         warned=_warned(rows),
         interval=interval,
+        figure=_figure,
         judged=lambda row: {"marks": ""} | _judged(row),
         command=command,
     )
@@ -143,6 +144,7 @@ def _data(rows: Sequence[Row]) -> dict[str, Any]:
         "picks": list(picks),
         "samples": samples,
         "table": [key for key in table if key in columns],
+        "speedups": [key for key in columns if is_speedup(key)],
         "labels": {key: label for key, label in LABELS.items() if key in columns},
         "trade": TRADE,
         "acceptance": ACCEPTANCE,
@@ -235,6 +237,12 @@ def _warned(rows: Sequence[Row]) -> dict[str, int]:
         "predicted not to fit in memory": [row for row in rows if is_too_large(row)],
     }
     return {what: num_runs(of) for what, of in kinds.items() if of}
+
+
+def _figure(row: Row, key: str) -> str:
+    """Return a figure as a cell: a speedup in its own form."""
+    value = row.get(key)
+    return f"{value:.2f}x" if is_speedup(key) and is_number(value) else cell(value)
 
 
 def command(row: Row) -> str:

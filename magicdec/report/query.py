@@ -59,7 +59,12 @@ UNDER_LOAD = {
     "speculative/time_per_output_token_ms": "TPOT ms",
 }
 LOAD_KEYS = tuple(f"load.{kind}" for kind in LOADS)
-LABELS = MAIN_METRICS | BETWEEN_ENGINES | UNDER_LOAD | {DIFFER: "also differ in"}
+LABELS = MAIN_METRICS | BETWEEN_ENGINES | UNDER_LOAD
+LABELS |= {"batch.size": "batch", DIFFER: "also differ in"}
+# Keys of ratios that are shown in the same form, as 1.48x.
+SPEEDUP_KEY = re.compile(
+    r"(.+/)?(predicted_)?speedup(_wall|_duration|_min|_max|_low|_high|_with_prefill)?(/gamma_\d+)?"
+)
 # Settings that runs are compared by, the most usual first. Of the others, those with fewer values
 # come first.
 ASKED_FIRST = (
@@ -284,6 +289,11 @@ def _number(text: str) -> float | None:
 
 def _is_metric(column: pandas.Series) -> bool:
     return column.name not in NOT_METRICS and bool(column.map(is_number).any())
+
+
+def is_speedup(key: str) -> bool:
+    """Return whether the values of a key are speedups."""
+    return SPEEDUP_KEY.fullmatch(key) is not None
 
 
 def rank(value: Any) -> tuple[int, float, str]:

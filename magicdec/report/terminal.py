@@ -1,7 +1,7 @@
 """The table of runs on the terminal: the settings in which they differ, and their main metrics."""
 
 import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, takewhile
 
 from rich.console import Group, RenderableType
@@ -28,6 +28,7 @@ from magicdec.report.query import (
     UNDER_LOAD,
     find_key,
     informative,
+    is_speedup,
 )
 from magicdec.report.rows import SCENARIO, keys_of, num_runs
 from magicdec.tracking.cells import cell, new_table
@@ -39,6 +40,8 @@ ONLY_PREDICTED = ("predicted/gamma", "predicted/break_even_alpha")
 PREDICTED_SPEEDUPS = ("predicted/speedup", "predicted/speedup_wall")
 MEASURED = ("speedup", "autoregressive/tokens_per_second")
 COLOURS = {FASTER: "green", SLOWER: "red"}  # of a speedup that is known
+# Of a table with one line, in which no setting differs.
+WHAT_RAN = ("target.name", "device", "batch.context_len", "batch.size")
 MAX_SETTINGS = 6  # columns that say what differs
 GAP = 3  # blanks between columns
 WIDTH_OF_A_PIPE = 200
@@ -65,7 +68,8 @@ def runs_table(
     shown = rows[: limit or None]
     grouped = runs is not None
     kinds = list(dict.fromkeys(None if columns else row.get(SCENARIO) for row in shown))
-    tables, left_out = [], []
+    tables = []
+    left_out: dict[str | None, list[str]] = {}  # names of columns, by the table that lacks them
     for kind in kinds:
         several = len(kinds) > 1
         alike = [row for row in rows if row.get(SCENARIO) == kind] if several else rows
@@ -77,13 +81,11 @@ def runs_table(
         )
         lines = [row for row in shown if row.get(SCENARIO) == kind] if several else shown
         named = [key for key in chosen if not (several and key == SCENARIO)]
-        table, missing = _table(
-            lines, named, None if columns else width, str(kind) if several else None
-        )
+        title = str(kind) if several else None
+        table, left_out[title] = _table(lines, named, None if columns else width, title)
         tables.append(table)
-        left_out += missing
     notes = [
-        *_omissions(rows, limit, dict.fromkeys(left_out)),
+        *_omissions(rows, limit, left_out),
         *_notes(rows if runs is None else runs),
     ]
     if grouped:
@@ -148,6 +150,8 @@ def _columns(rows: Sequence[Row], all_keys: Sequence[str], grouped: bool) -> lis
     ]
     loads = [key for key in LOAD_KEYS if key in all_keys]
     settings = [key for key in informative(rows) if key not in loads]
+    if len(rows) == 1 and not loads:
+        settings = [key for key in WHAT_RAN if key in all_keys]
     engines = [key for key in BETWEEN_ENGINES if key in all_keys] if ENGINE in settings else []
     if engines:  # the settings of engines are implied by their names
         settings = [
@@ -181,7 +185,7 @@ def marked(row: Row, key: str) -> Text:
     good in colour.
     """
     value = row.get(key)
-    if (key in SPEEDUPS or key.endswith("speedup")) and isinstance(value, int | float):
+    if is_speedup(key) and isinstance(value, int | float):
         mark = "!" if key == "speedup" and noise(row) else ""
         return Text(f"{value:.2f}x{mark}", style=COLOURS.get(_verdict(row, key), ""))
     if key.endswith("_error") and isinstance(value, int | float):
@@ -198,7 +202,7 @@ def _verdict(row: Row, key: str) -> str:
     """Return whether speculation is faster by a speedup: by the interval of what was measured, by
     the value itself of what was computed.
     """
-    if key in SPEEDUPS:
+    if "/" not in key:
         return verdict_of(row, key)
     return FASTER if row[key] > 1 else SLOWER
 
@@ -212,12 +216,19 @@ def _of_medians(groups: Sequence[Row]) -> str:
     return f"medians over the runs that are done{also}"
 
 
-def _omissions(rows: Sequence[Row], limit: int, left_out: Collection[str]) -> Iterator[str]:
-    """Name the lines and columns that are not shown."""
+def _omissions(
+    rows: Sequence[Row], limit: int, left_out: Mapping[str | None, Sequence[str]]
+) -> Iterator[str]:
+    """Name the lines that are not shown, and the columns, by the title of their table."""
     if limit and len(rows) > limit:
         yield f"{limit} of {len(rows):,} lines; --limit 0 shows all"
-    if left_out:
-        yield f"not shown: {', '.join(left_out)}; a wider terminal, --columns or --csv shows them"
+    parts = [
+        f"{', '.join(names)}{f' (of {title})' if title else ''}"
+        for title, names in left_out.items()
+        if names
+    ]
+    if parts:
+        yield f"not shown: {'; '.join(parts)}; a wider terminal, --columns or --csv shows them"
 
 
 def _notes(rows: Sequence[Row]) -> Iterator[str]:

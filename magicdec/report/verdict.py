@@ -38,11 +38,11 @@ def verdicts(a: Row, b: Row) -> Iterator[str]:
     for key in common:
         yield f"{key}: {_in_words(difference(first[key], second[key], same_prompts))}"
     if unknown := [key for key in measured if key not in common]:
-        least = (
-            f"at least {intervals.MIN_ROWS} rows and {intervals.MIN_REPEATS} repeats"
+        yield (
+            f"{', '.join(unknown)}: not known whether the change is noise; an interval needs at"
+            f" least {intervals.MIN_ROWS} rows and {intervals.MIN_REPEATS} repeats"
             " (scenario.repeats) of both"
         )
-        yield f"{', '.join(unknown)}: whether the change is noise takes {least} to tell"
 
 
 def estimates(row: Row) -> dict[str, Estimate]:

@@ -10,9 +10,10 @@ import pytest
 
 from magicdec.commands import clean
 from magicdec.errors import UserError
-from magicdec.report import page
+from magicdec.report import page, terminal
 from magicdec.report.rows import read_rows
 from magicdec.tracking.lock import locked
+from tests.runs import shown
 from tests.tracking.stores import AXES, write_run, write_store
 
 MANY, SECONDS = 10_000, 40  # it takes about 6 s on a free core; the bound is for crowded ones
@@ -138,7 +139,7 @@ def test_predictions_have_a_table_of_their_own(report, tmp_path):
     assert lines[0] == ["compare"]
     assert lines[1] == ["id", "status", "speedup", "gamma", "accepted", "predicted"]
     assert lines[5] == ["predict"]
-    assert lines[6] == ["id", "status", "size", "best", "gamma", "pays", "from", "alpha"]
+    assert lines[6] == ["id", "status", "batch", "best", "gamma", "pays", "from", "alpha"]
     assert lines[8] == ["c0", "done", "0", "3", "0.7071"]
     out = report("--columns", "id,draft.gamma,predicted/gamma")
     assert len(re.findall(r"(?m)^(a|b|c0|c1) ", out)) == 4, "a single table where columns are named"
@@ -236,3 +237,44 @@ def test_a_run_that_has_ended_since_it_was_listed_is_not_deleted(tmp_path, monke
 def test_every_kind_of_failure_can_be_deleted():
     kinds = {error.kind for error in (UserError, *UserError.__subclasses__())}
     assert kinds <= set(clean.KINDS)
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        ("speedup", "1.19x"),
+        ("predicted/speedup", "1.19x"),
+        ("predicted/speedup_wall", "1.19x"),
+        ("formula/speedup_wall", "1.19x"),
+        ("speedup_duration", "1.19x"),
+        ("published/predicted_speedup", "1.19x"),
+        ("predicted/speedup/gamma_4", "1.19x"),
+        ("speedup_spread", "1.186"),
+        ("speedup_precision", "1.186"),
+        ("predicted/speedup_error", "+119%"),
+    ],
+)
+def test_speedups_have_one_form_and_nothing_else_has_it(key, text):
+    assert terminal.marked({key: 1.186}, key).plain == text
+
+
+def test_columns_that_are_not_shown_name_their_table():
+    """The table of predictions has room for all of its columns; that of runs lacks the last."""
+    common = {"status": "done", "batch.size": 8}
+    rows = [
+        common | {"id": "a", "scenario.name": "predict", "predicted/speedup_wall": 1.186},
+        common
+        | {"id": "b", "scenario.name": "compare", "speedup": 1.1, "acceptance_length": 2.0}
+        | {"lossless/passed": True, "predicted/speedup_wall": 1.2},
+    ]
+    out = shown(terminal.runs_table(rows, None, 50, 45), width=45)
+    assert "predicted wall" in out
+    assert re.search(r"not shown: [^;]*\(of compare\);", " ".join(out.split()))
+    assert "(of predict)" not in out
+
+
+def test_the_only_line_of_a_table_names_what_ran():
+    row = {"id": "a", "status": "done", "scenario.name": "plan", "predicted/speedup": 1.2}
+    row |= {"target.name": "llama-3.1-8b", "device": "h200", "batch.context_len": 4096}
+    out = shown(terminal.runs_table([row], None, 50, 200), width=200)
+    assert all(word in out for word in ("llama-3.1-8b", "h200", "4096"))

@@ -140,7 +140,8 @@ function drawRuns(runs) {
   const key = state.sort.replace(/^-/, ""), sign = state.sort.startsWith("-") ? -1 : 1;
   const sorted = [...runs].sort((a, b) => !has(key)(a) - !has(key)(b) || sign * byValue(get(key, a), get(key, b)));
   const mark = (run) => (has("marks")(run) ? ` <span class="mark">${escaped(get("marks", run))}</span>` : "");
-  const cell = (name, run) => `<td>${escaped(figure(get(name, run)))}${name === "speedup" ? mark(run) : ""}</td>`;
+  const ratio = (name, value) => (data.speedups.includes(name) && isNumber(value) ? `${value.toFixed(2)}x` : figure(value));
+  const cell = (name, run) => `<td>${escaped(ratio(name, get(name, run)))}${name === "speedup" ? mark(run) : ""}</td>`;
   const head = data.table.map((name) => `<th>${escaped(name)}${name === key ? (sign > 0 ? " ↑" : " ↓") : ""}</th>`);
   const lines = [head, ...sorted.slice(0, 500).map((run) => data.table.map((name) => cell(name, run)))];
   $("runs").querySelector("table").innerHTML = lines.map((line) => `<tr>${line.join("")}</tr>`).join("");
