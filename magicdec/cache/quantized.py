@@ -19,7 +19,8 @@ from magicdec.cache.full import FullCache
 from magicdec.config.choices import CacheConfig, CacheSpec
 from magicdec.config.registry import POLICIES
 from magicdec.inputs.rules import STRICT, Count, must
-from magicdec.models.kv_cache import KVCache, copy_row
+from magicdec.models.kv_cache import KVCache
+from magicdec.models.row_copies import copy_row
 
 SCALE = 4  # bytes of a group's scale and least value, each in half precision
 

@@ -144,6 +144,11 @@ class Draft(ABC):
     def clear_row(self, row: int) -> None:  # noqa: B027 - a draft may keep nothing of it
         """Clear a row that no request uses. Its proposals are ignored, and should cost little."""
 
+    def clear_entries(self) -> None:
+        """Set all entries to 0, before a prefill that follows a request that has failed."""
+        for cache in self.caches:
+            cache.clear_entries()
+
     @property
     def cache_bytes(self) -> int:
         """Return the bytes of KV cache beyond the target's."""

@@ -26,7 +26,8 @@ from magicdec.decoding.prefill import Advance
 from magicdec.decoding.state import State
 from magicdec.decoding.timers import Stopwatch
 from magicdec.drafts.base import Draft, DraftSpec, ModelDraft, Proposal
-from magicdec.models.kv_cache import KVCache, copy_row
+from magicdec.models.kv_cache import KVCache
+from magicdec.models.row_copies import copy_row
 from magicdec.models.states_model import StatesModel
 from magicdec.models.taps import Taps
 
@@ -184,6 +185,11 @@ class StatesDraft(ModelDraft):
         super().copy_row(row, source)
         self.entries.copy_row(row, source.entries)
         copy_row(self, source, row)
+
+    @override
+    def clear_entries(self) -> None:
+        super().clear_entries()
+        self.entries.clear_entries()
 
     @override
     def clear_row(self, row: int) -> None:

@@ -17,16 +17,7 @@ from magicdec.attention.base import Attention, Shape
 from magicdec.attention.codes import Coded
 from magicdec.models.last_queries import MOST_KEPT, LastQueries
 from magicdec.models.recurrent_states import States, new_states
-
-
-def copy_row(target: Any, source: Any, row: int) -> None:
-    """Copy the only row of `source` to a row of `target`: its part of every tensor in
-    `target.per_row`.
-    """
-    for name, axis in target.per_row.items():
-        theirs = getattr(source, name)
-        if theirs is not None:
-            getattr(target, name).select(axis, row).copy_(theirs.select(axis, 0))
+from magicdec.models.row_copies import copy_row, copy_valid
 
 
 class Place(NamedTuple):
@@ -161,13 +152,22 @@ class KVCache:
         """Copy the only row of another such cache to a row, as for a request that was prefilled by
         itself.
         """
-        copy_row(self, source, row)
+        copy_row(self, source, row, apart=("k_LBKSD", "v_LBKSD"))
+        copy_valid(self.k_LBKSD, source.k_LBKSD, row, source.seqlens_B)
+        copy_valid(self.v_LBKSD, source.v_LBKSD, row, source.seqlens_B)
         if self.states is not None:
             copy_row(self.states, source.states, row)
 
     def clear_row(self, row: int) -> None:
         """Empty a row, so that it reads next to nothing."""
         self.seqlens_B[row : row + 1] = 0
+
+    def clear_entries(self) -> None:
+        """Set the entries of all slots to 0: some of them may not be finite, and attention
+        multiplies what it does not see by 0.
+        """
+        self.k_LBKSD.zero_()
+        self.v_LBKSD.zero_()
 
     @property
     def capacity(self) -> int:

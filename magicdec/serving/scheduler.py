@@ -148,7 +148,7 @@ class Scheduler:
                 continue
             accepted, committed, finished, finite, *recent = rows[slot]
             if not finite:
-                self._free(slot)
+                self._free(slot, failed=True)
                 request.finish(
                     "failed", NonFinite("the logits of this request are NaN or infinite")
                 )
@@ -174,8 +174,8 @@ class Scheduler:
         for request in gone:
             request.finish("cancelled")
 
-    def _free(self, slot: int) -> None:
-        self.slots.release(slot)
+    def _free(self, slot: int, failed: bool = False) -> None:
+        self.slots.release(slot, failed)
         del self.running[slot]
 
     def _end(self, request: Request) -> str:

@@ -22,7 +22,7 @@ from magicdec.engine.decoder import Decoder
 from magicdec.engine.graphs import Step
 from magicdec.engine.native import NativeEngine
 from magicdec.errors import UserError
-from magicdec.models.kv_cache import copy_row
+from magicdec.models.row_copies import copy_row
 from magicdec.serving.request import Params
 from magicdec.verification.accept import Verdict
 from magicdec.verification.sampling import RowSampling, Sampling
@@ -109,6 +109,8 @@ class Slots:
         )
         self._sampled: set[int] = set()  # slots whose request is not greedy
         self._prefilled: tuple[State, Params, bool] | None = None  # until it has a slot
+        # What `single` holds behind its valid entries may not be finite: a request has failed.
+        self._is_spoiled = False
         self._phases = self.batch.draft.phases if self.batch.draft else 1
         self._phase = 0
         self._steps = self._captured()
@@ -194,6 +196,24 @@ class Slots:
 
         Return the first token, and whether it is also the last. If it is not, `seat` comes next.
         """
+        if self._is_spoiled:
+            self._clear_single()
+        try:
+            return self._prefill(prompt, params, speculative, progress)
+        except BaseException:
+            self._is_spoiled = True
+            raise
+
+    def _clear_single(self) -> None:
+        """Set to 0 what earlier requests have left where prompts are prefilled."""
+        self.single.decoder.cache.clear_entries()
+        if self.single.draft is not None:
+            self.single.draft.clear_entries()
+        self._is_spoiled = False
+
+    def _prefill(
+        self, prompt: list[int], params: Params, speculative: bool, progress: Callable[[int], None]
+    ) -> tuple[int, bool]:
         decoder = self.single.decoder
         padding = self.state.tokens_BS.shape[1] - len(prompt) - params.max_tokens
         eos = () if params.sampling.ignore_eos else self.eos_token_ids
@@ -233,10 +253,12 @@ class Slots:
             self._sampled.add(slot)
 
     @torch.inference_mode()
-    def release(self, slot: int) -> None:
+    def release(self, slot: int, failed: bool = False) -> None:
         """Empty a slot, whether or not its request has ended. An empty row attends to almost
-        nothing.
+        nothing. Where the request has failed, its prefill may have left numbers that are not
+        finite, too; `seat` overwrites those of the slot.
         """
+        self._is_spoiled |= failed
         self.state.finished_B[slot : slot + 1] = True
         self.batch.decoder.cache.clear_row(slot)
         if self.batch.draft is not None:
