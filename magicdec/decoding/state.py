@@ -60,13 +60,23 @@ class State:
         # Position of the first token whose logits were not finite, of the target and of the draft.
         self.bad_WB = torch.full((2, len(prompts)), NEVER, dtype=torch.int32, device=device)
 
-    def inspect(self, logits_BTV: Tensor, whose: int) -> None:
+    def inspect(self, logits_BTV: Tensor, whose: int, num_accepted_B: Tensor | None = None) -> None:
         """Note for every unfinished row whether all logits are finite; `check_finite` reads the
-        notes later.
+        notes later. Of a verification only those count that follow accepted tokens, which the model
+        would have computed by itself, too.
         """
-        bad_B = ~logits_BTV.sum((1, 2), dtype=torch.float32).isfinite() & ~self.finished_B
+        bad_BT = ~logits_BTV.sum(2, dtype=torch.float32).isfinite()
+        if num_accepted_B is not None:
+            place_T = torch.arange(bad_BT.shape[1], device=bad_BT.device)
+            bad_BT = bad_BT & (place_T <= num_accepted_B[:, None])
+        bad_B = bad_BT.any(1) & ~self.finished_B
         position_B = torch.where(bad_B, self.num_tokens_B, NEVER)
         self.bad_WB[whose].copy_(torch.minimum(self.bad_WB[whose], position_B))
+
+    @property
+    def is_bad(self) -> bool:
+        """Return whether logits were not finite. Waits for the device."""
+        return bool((self.bad_WB < NEVER).any())
 
     def check_finite(self, during: str) -> None:
         """Raise NonFinite with the first place where logits were not finite. Waits for the
@@ -81,15 +91,25 @@ class State:
                     " or set hardware.dtype=float32"
                 )
 
+    def begin(self) -> None:
+        """Go back to the end of the prompts, and forget what was noted about earlier logits."""
+        self.num_tokens_B.copy_(self.prompt_len_B)
+        self.finished_B.zero_()
+        self.bad_WB.fill_(NEVER)
+
     def start(self, first_tokens_B: Tensor) -> None:
         """Start, or start again, right behind the prompts, with the first tokens from the prefill.
 
-        Clear the tokens of an earlier pass, so that no draft can read the output in advance.
+        Clear the tokens of an earlier pass, so that no draft can read the output in advance. Keep
+        what was noted about the target's logits in the prefill alone.
         """
         position_S = torch.arange(self.tokens_BS.shape[1], device=self.tokens_BS.device)
         self.tokens_BS.masked_fill_(position_S >= self.prompt_len_B[:, None], 0)
         self.num_tokens_B.copy_(self.prompt_len_B)
         self.finished_B.zero_()
+        in_prefill_B = self.bad_WB[TARGET] <= self.prompt_len_B
+        self.bad_WB[TARGET].copy_(torch.where(in_prefill_B, self.bad_WB[TARGET], NEVER))
+        self.bad_WB[DRAFT].fill_(NEVER)
         self.extend(first_tokens_B[:, None], torch.ones_like(self.num_tokens_B))
         self.forget_rounds()
 

@@ -90,6 +90,8 @@ class Decoder:
         took, without those of a draft that listens.
         """
         state, listener = self.state, self.listener
+        if state.is_bad:
+            self._clear_entries()
         with Stopwatch(self.device) as watch:
             self.cache.empty()
             self.last_BE = prefill(
@@ -107,6 +109,12 @@ class Decoder:
         self.is_simulated = False
         return watch.seconds - (listener.heard_seconds if listener else 0.0)
 
+    def _clear_entries(self) -> None:
+        """Set to 0 what a pass has left whose logits were not finite."""
+        self.cache.clear_entries()
+        if self.prefilled is not None:
+            self.prefilled.clear_entries()
+
     @torch.inference_mode()
     def resume(self, last_BE: Tensor) -> None:
         """Continue behind prompts that the cache holds already; `last_BE` are their last hidden
@@ -119,6 +127,7 @@ class Decoder:
 
     def _decide_first_tokens(self) -> None:
         logits_B1V = self.target.logits(self.last_BE[:, None])
+        self.state.begin()
         self.state.inspect(logits_B1V, TARGET)
         positions_B1 = self.state.prompt_len_B.long()[:, None]
         self.first_tokens_B = choose(logits_B1V, positions_B1, Use.DECIDE, self.sampling)[0][:, 0]
@@ -186,9 +195,7 @@ class Decoder:
         tokens_BT = torch.cat((self.state.recent_BT(1), proposal.tokens_BG), dim=1)
         with cache.tentative():
             hidden_BTE = self.target(tokens_BT, cache, taps)
-        logits_BTV = self._logits(hidden_BTE)
-        self.state.inspect(logits_BTV, TARGET)
-        return logits_BTV
+        return self._logits(hidden_BTE)
 
     def _logits(self, hidden_BTE: Tensor) -> Tensor:
         """Return the target's logits (B, T, V); on a CPU 0 for rows that rest."""
@@ -200,6 +207,14 @@ class Decoder:
         )
 
     def accept(self, proposal: Proposal, logits_BTV: Tensor) -> Verdict:
+        """Decide what is accepted, and inspect the logits up to there: those behind a rejected
+        proposal may be of a token that the target would never write.
+        """
+        verdict = self._verdict(proposal, logits_BTV)
+        self.state.inspect(logits_BTV, TARGET, verdict.num_accepted_B)
+        return verdict
+
+    def _verdict(self, proposal: Proposal, logits_BTV: Tensor) -> Verdict:
         """Decide by the rule that keeps this sampling lossless, or draw a synthetic outcome."""
         positions_BT = self.state.next_positions_BT(logits_BTV.shape[1])
         if self.drawn_G is not None:
@@ -268,7 +283,13 @@ class Decoder:
         return self._cycles[draft, None]
 
     def cycle(self, draft: Draft | None, gamma: int) -> Cycle:
-        """Return the captured (or plain) rounds of a draft that proposes `gamma` tokens."""
+        """Return the captured (or plain) rounds of a draft that proposes `gamma` tokens. Raise
+        ValueError if the draft has no room for so many.
+        """
+        if draft is not None and gamma > draft.gamma:
+            raise ValueError(
+                f"gamma={gamma}: must be at most {draft.gamma}, which the draft was opened for"
+            )
         if (draft, gamma) not in self._cycles:
             bodies: list[Callable[[], None]] = [self.decode_token]
             before: Callable[[], None] | None = None

@@ -136,3 +136,37 @@ def test_the_first_logits_that_are_not_finite_are_reported(whose, key, value):
     words = f"{key}: its logits are NaN or infinite, first for token 12 of row 0, in a test; "
     with pytest.raises(NonFinite, match=f"^{words}check its weights"):
         state.check_finite("in a test")
+
+
+def test_logits_behind_a_rejected_proposal_do_not_count():
+    """Row 0 has NaN behind the proposal after its accepted one, row 1 behind an accepted one."""
+    state = opened()
+    logits = torch.zeros(3, 4, 5)
+    logits[0, 2, 3] = logits[1, 1, 3] = float("nan")
+    state.inspect(logits, TARGET, torch.tensor([1, 1, 3]))
+    length = state.prompt_len_B.tolist()[1]
+    assert state.bad_WB[TARGET].tolist() == [NEVER, length, NEVER]
+
+
+def test_a_new_pass_and_a_new_prefill_begin_without_the_notes_of_earlier_ones():
+    """A pass keeps what was noted in the prefill about the target; a prefill keeps nothing."""
+    state = opened()
+    nan = torch.full((3, 1, 5), float("nan"))
+    state.inspect(nan, DRAFT)
+    in_prefill = torch.zeros(3, 1, 5)
+    in_prefill[2] = float("nan")
+    state.inspect(in_prefill, TARGET)
+    first = torch.full((3,), 2)
+    state.start(first)
+    length = state.prompt_len_B.tolist()[2]
+    assert state.bad_WB.tolist() == [[NEVER, NEVER, length], [NEVER] * 3]
+    state.finished_B.zero_()
+    state.inspect(nan, TARGET)  # in a round
+    state.inspect(nan, DRAFT)
+    state.start(first)
+    assert state.bad_WB.tolist() == [[NEVER, NEVER, length], [NEVER] * 3]
+    state.finished_B.fill_(True)
+    state.begin()
+    assert state.bad_WB.tolist() == [[NEVER] * 3] * 2
+    assert state.num_tokens_B.tolist() == state.prompt_len_B.tolist()
+    assert not state.finished_B.any()
