@@ -59,6 +59,7 @@ class State:
         self.committed_RB = torch.zeros_like(self.accepted_RB)
         # Position of the first token whose logits were not finite, of the target and of the draft.
         self.bad_WB = torch.full((2, len(prompts)), NEVER, dtype=torch.int32, device=device)
+        self.has_failed = False  # `check_finite` has raised since the last prefill
 
     def inspect(self, logits_BTV: Tensor, whose: int, num_accepted_B: Tensor | None = None) -> None:
         """Note for every unfinished row whether all logits are finite; `check_finite` reads the
@@ -73,11 +74,6 @@ class State:
         position_B = torch.where(bad_B, self.num_tokens_B, NEVER)
         self.bad_WB[whose].copy_(torch.minimum(self.bad_WB[whose], position_B))
 
-    @property
-    def is_bad(self) -> bool:
-        """Return whether logits were not finite. Waits for the device."""
-        return bool((self.bad_WB < NEVER).any())
-
     def check_finite(self, during: str) -> None:
         """Raise NonFinite with the first place where logits were not finite. Waits for the
         device.
@@ -86,6 +82,7 @@ class State:
             if bool((first_B < NEVER).any()):
                 row = int((first_B - self.prompt_len_B.cpu()).argmin())
                 where = f"token {int(first_B[row])} of row {row}, {during}"
+                self.has_failed = True
                 raise NonFinite(
                     f"{key}: its logits are NaN or infinite, first for {where}; check its weights,"
                     " or set hardware.dtype=float32"
@@ -96,6 +93,7 @@ class State:
         self.num_tokens_B.copy_(self.prompt_len_B)
         self.finished_B.zero_()
         self.bad_WB.fill_(NEVER)
+        self.has_failed = False
 
     def start(self, first_tokens_B: Tensor) -> None:
         """Start, or start again, right behind the prompts, with the first tokens from the prefill.

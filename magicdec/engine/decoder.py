@@ -90,7 +90,7 @@ class Decoder:
         took, without those of a draft that listens.
         """
         state, listener = self.state, self.listener
-        if state.is_bad:
+        if state.has_failed:
             self._clear_entries()
         with Stopwatch(self.device) as watch:
             self.cache.empty()
