@@ -115,8 +115,9 @@ class Model:
         """Continue one prompt or many, of any lengths, each a text or token ids.
 
         Prompt i draws the random numbers of row i of a run: a sample depends on its place in the
-        list, but not on the other prompts, unless `draft=suffix` reads these. Raise UserError for
-        options out of range and for prompts that are empty or too long.
+        list, but not on the other prompts, except with `draft=suffix` (unless `draft.history=0`),
+        `draft.gamma=auto`, or `cache=verify_guided` with `cache.refresh` above 1. Raise UserError
+        for options out of range and for prompts that are empty or too long.
         """
         params = self._with(max_tokens, options)
         chunks = Chunks()
