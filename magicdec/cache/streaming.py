@@ -69,7 +69,7 @@ class StreamingCache(WindowCache):
 
     @override
     def fixed_slots(self, budget: int) -> int:
-        return self.settings.num_sink
+        return min(self.settings.num_sink, budget - 1)  # a sequence may be shorter than the sinks
 
     @override
     def load(self, source: KVCache, scores_LBKS: Tensor | None = None) -> None:

@@ -20,8 +20,9 @@ from magicdec.cache.streaming import Streaming, StreamingCache
 from magicdec.cache.window import WindowCache
 from magicdec.config.choices import CacheSpec
 from magicdec.config.registry import POLICIES
+from magicdec.conformance.contracts import watch_cache
 from magicdec.models.kv_cache import KVCache
-from tests.small import cache_config
+from tests.small import cache_config, small_model
 
 CONFIG = ModelConfig(
     10, 8, 8, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=2, max_position_embeddings=4096
@@ -251,3 +252,12 @@ def test_entries_are_moved_16_bytes_at_a_time_where_they_fit(dim, dtype, count):
     entries = torch.zeros(3, dim, dtype=dtype)
     assert wide(entries).shape == (3, count)
     assert wide(entries).data_ptr() == entries.data_ptr()
+
+
+def test_sinks_leave_room_for_a_recent_token_in_sequences_shorter_than_they_are():
+    """Three slots in all: two sinks at most, of four."""
+    config = small_model().config
+    spec = CacheSpec(cache_config("streaming", budget=8, num_sink=4), 1, 3)
+    cache = POLICIES["streaming"].work.build(spec, config, 1, torch.float32, "cpu", None)
+    assert cache.fixed_slots(cache.budget) == 2
+    watch_cache(cache)  # finds nothing wrong
