@@ -5,7 +5,7 @@ The rest, mostly activations, is found by a dry run of the model (magicdec/measu
 """
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from magicdec.architectures.model_config import ModelConfig
 from magicdec.config.choices import CacheSpec
@@ -46,10 +46,17 @@ class Memory:
         return self.total + self.captured
 
 
-def memory(setup: Setup, gamma: int, generate_len: int = 0, gammas: Collection[int] = ()) -> Memory:
+def memory(
+    setup: Setup,
+    gamma: int,
+    generate_len: int = 0,
+    gammas: Collection[int] = (),
+    chunk: int | None = None,
+) -> Memory:
     """Return the memory while `generate_len` tokens are generated with at most `gamma` proposals a
     round. `gammas` are those whose recurrent states are held at the same time; empty: `gamma`
-    alone.
+    alone. `chunk` is the number of tokens that a pass of the prefill takes; None: as many as a
+    round.
     """
     draft, rows = setup.draft, setup.batch
     size = setup.element_bytes
@@ -65,7 +72,7 @@ def memory(setup: Setup, gamma: int, generate_len: int = 0, gammas: Collection[i
     for spec, model, shares_target in _draft_caches(setup, gamma, length):
         model = model.shared_by(setup.draft_ranks)
         draft_kv += rows * spec.stored_bytes(model, size, shares_target)
-        transient += 0.0 if shares_target else rows * _prefill_bytes(spec, model, size)
+        transient += 0.0 if shares_target else rows * _prefill_bytes(spec, model, size, chunk)
     return Memory(
         target_weights=setup.target.stored_weight_bytes(setup.weight_bytes) / setup.ranks,
         target_kv=rows * target.kept_bytes(length + gamma + draft.extra_tokens + 1, size),
@@ -107,14 +114,20 @@ def _draft_caches(
         yield CacheSpec(cache, slots - 1, max_len, is_longer), model, shares
 
 
-def _prefill_bytes(spec: CacheSpec, model: ModelConfig, element_bytes: float) -> float:
+def _prefill_bytes(
+    spec: CacheSpec, model: ModelConfig, element_bytes: float, chunk: int | None
+) -> float:
     """Return the bytes that an independent draft holds during prefill in addition to its cache.
 
-    A policy that bounds positions prefills through another cache of its own kind, the other compact
-    ones through one of every entry.
+    A policy that bounds positions prefills through another cache of its own kind, with room for a
+    chunk in the place of proposals, the other compact ones through one of every entry.
     """
     if not spec.cache.compact:
         return 0.0
     if spec.cache.bounds_positions:
-        return spec.stored_bytes(model, element_bytes, shares_target=False)
+        chunk = chunk or spec.gamma + 1
+        if spec.in_cache_positions:
+            chunk = min(chunk, model.max_position_embeddings - spec.cache.budget)
+        with_chunk = replace(spec, gamma=chunk - 1)
+        return with_chunk.stored_bytes(model, element_bytes, shares_target=False)
     return model.kv_elements_per_token * spec.capacity * element_bytes

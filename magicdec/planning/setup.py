@@ -18,6 +18,7 @@ from magicdec.costmodel.stacks import OWN_STACK
 from magicdec.errors import UserError
 from magicdec.measure.ceilings import matmul_rate, read_bandwidth
 from magicdec.planning.recorded_routing import routing_of
+from magicdec.planning.resolve import CHUNK
 from magicdec.planning.resolved import Plan
 
 
@@ -93,7 +94,9 @@ def held(plan: Plan, num_rows: int, context_len: int) -> Memory:
     recurrence = plan.target.config.recurrence
     keeps_all = not plan.predicts and recurrence is not None and recurrence.rollback == "keep"
     gammas = config.gammas if keeps_all else ()
-    return memory(setup, max(config.gammas), config.batch.generate_len, gammas)
+    given = config.batch.prefill_chunk
+    chunk = CHUNK if given == "auto" else given  # a prediction resolves none
+    return memory(setup, max(config.gammas), config.batch.generate_len, gammas, chunk)
 
 
 def _setup(plan: Plan, hardware: Hardware, draft: DraftConfig) -> Setup:

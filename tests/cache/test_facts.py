@@ -73,15 +73,16 @@ def test_what_is_predicted_is_what_is_allocated(draft, policy, budget):
     assert (predicted.draft_kv == 0) == (policy in ("full", "topk") and draft != "model")
 
 
+@pytest.mark.parametrize("chunk", [GAMMA + 1, 300])
 @pytest.mark.parametrize("policy", [policy for draft, policy in CASES if draft == "model"])
-def test_what_a_prefill_holds_is_predicted(policy):
+def test_what_a_prefill_holds_is_predicted(policy, chunk):
     setup, spec, _ = case("model", policy, 71)
     cache = POLICIES[policy].work.build(spec, SMALLER, ROWS, torch.float32, "meta", None)
     with Allocations() as allocations:
-        prefilled = cache.for_prefill(GAMMA + 1)
+        prefilled = cache.for_prefill(chunk)
         held = allocations.live
     assert prefilled is not None
-    predicted = memory(setup, GAMMA, NEW_TOKENS).transient
+    predicted = memory(setup, GAMMA, NEW_TOKENS, chunk=chunk).transient
     assert 0 <= held - predicted <= ROWS * SMALLER.num_layers * LENGTHS
 
 
