@@ -13,10 +13,10 @@ from typing_extensions import override
 
 from magicdec.architectures.layer_facts import Matrices, Recurrence, TokenMemory
 from magicdec.errors import Unsupported, UserError
-from magicdec.inputs.rules import STRICT, number, whole
+from magicdec.inputs.rules import LARGEST, STRICT, number, whole
 
 Implementation = Literal["native", "transformers"]  # of a model's forward pass
-LONGEST = (1 << 31) - 1  # positions and lengths are int32
+LONGEST = LARGEST
 # The upper bounds are far beyond any model's: they refuse a broken file before it takes memory or
 # time.
 Tokens = Annotated[int, whole(1, LONGEST)]

@@ -5,10 +5,8 @@ B rows, S slots of the source, F fixed slots.
 """
 
 from collections.abc import Iterator
-from typing import Annotated
 
 import torch
-from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 from typing_extensions import override
@@ -16,7 +14,7 @@ from typing_extensions import override
 from magicdec.cache.compact import CompactCache
 from magicdec.config.choices import CacheConfig, mistakes_of_sinks
 from magicdec.config.registry import POLICIES
-from magicdec.inputs.rules import STRICT, Count
+from magicdec.inputs.rules import STRICT, Count, Natural, Size
 from magicdec.models.kv_cache import KVCache
 from magicdec.verification.sampling import Sampling, Use, uniform_BT
 
@@ -31,9 +29,9 @@ class Random(CacheConfig):
     """
 
     policy: str = "random"
-    num_sink: Annotated[int, Field(ge=0)] = 0
+    num_sink: Size = 0
     recent: Count = 32
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Natural = 0
     compact = True
 
     @override

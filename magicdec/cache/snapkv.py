@@ -19,9 +19,7 @@ class SnapKV(CacheConfig):
 
     policy: str = "snapkv"
     observation_window: Count = 32
-    kernel: Annotated[
-        int, must("must be an odd number of at least 1", lambda k: k >= 1 and k % 2 == 1)
-    ] = 5
+    kernel: Annotated[Count, must("must be an odd number of at least 1", lambda k: k % 2 == 1)] = 5
     compact = True
     selects = "prefill"
 

@@ -4,10 +4,9 @@ L layers, B rows, K KV heads, S slots, N = num_sink, D head dim.
 """
 
 from collections.abc import Iterator
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
 import torch
-from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 from typing_extensions import override
@@ -17,7 +16,7 @@ from magicdec.cache.draft_cache import DraftCache
 from magicdec.cache.window import Window, WindowCache
 from magicdec.config.choices import CacheSpec, all_kv_heads, mistakes_of_sinks
 from magicdec.config.registry import POLICIES
-from magicdec.inputs.rules import STRICT
+from magicdec.inputs.rules import STRICT, Size
 from magicdec.models.kv_cache import KVCache
 from magicdec.models.rope import rope_frequencies, rotate
 
@@ -27,7 +26,7 @@ class Streaming(Window):
     """StreamingLLM: the first `num_sink` tokens, and the latest ones."""
 
     policy: str = "streaming"
-    num_sink: Annotated[int, Field(ge=0)] = 0
+    num_sink: Size = 0
 
     @override
     def mistakes(self, key: str) -> Iterator[str]:

@@ -22,7 +22,16 @@ from pydantic.dataclasses import dataclass
 from magicdec.architectures.model_config import ModelConfig
 from magicdec.config.omega import alpha_from_acceptance_length
 from magicdec.errors import UserError
-from magicdec.inputs.rules import STRICT, Count, Drawn, must
+from magicdec.inputs.rules import (
+    LARGEST,
+    MOST_GAMMA,
+    STRICT,
+    Count,
+    Drawn,
+    GammaOr0,
+    Natural,
+    must,
+)
 
 # Round: once a round; step: in every draft step.
 Selects = Literal["never", "prefill", "round", "step"]
@@ -47,7 +56,7 @@ class CacheConfig:
     """
 
     policy: str = ""
-    budget: int = 0
+    budget: Annotated[int, Field(le=LARGEST)] = 0
 
     # Owns a copy of `budget` entries; others keep all, for a self-draft the target's.
     compact: ClassVar[bool] = False
@@ -236,7 +245,7 @@ class DraftConfig:
 
     name: str = "none"
     gamma: Annotated[
-        Literal["auto"] | Annotated[int, Field(ge=0)], must("must be auto or at least 1")
+        Literal["auto"] | GammaOr0, must(f"must be auto or at least 1, at most {MOST_GAMMA:,}")
     ] = 0
     synthetic_acceptance: Drawn | None = None
     acceptance: str | None = None
@@ -444,7 +453,7 @@ class DataConfig:
     name: str = ""
     path: str | None = None
     task: str | None = None
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Natural = 0
     save_prompts: bool = False
 
     def mistakes(self) -> Iterator[str]:

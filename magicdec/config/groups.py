@@ -11,32 +11,45 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from magicdec.inputs.rules import STRICT, Count, FileName, Fraction, ProjectName, must
+from magicdec.inputs.rules import (
+    LARGEST,
+    STRICT,
+    Count,
+    FileName,
+    Fraction,
+    ProjectName,
+    must,
+    within,
+)
 
 # batch.size=auto. With fewer rows a small model is bound by its weights (CPU) or by latency (GPU),
 # not by its KV cache.
 ROWS_ON = {"cpu": 24, "cuda": 64}
 
-Cost = Annotated[float, Field(ge=0)]
-Figure = Annotated[float, Field(gt=0)]
-AutoOrCount = Annotated[Literal["auto"] | Count, must("must be auto or at least 1")]
+Cost = Annotated[float, Field(ge=0), within(0, 1e12)]
+Figure = Annotated[float, Field(gt=0), within(1e-9, 1e12)]
+# Of a datasheet: less is no machine.
+Achieved = Annotated[Fraction, within(1e-6, 1)]
+AutoOrCount = Annotated[
+    Literal["auto"] | Count, must(f"must be auto or at least 1, at most {LARGEST:,}")
+]
 
 
 @dataclass(frozen=True, config=STRICT)
 class Efficiency:
     """The share of a datasheet that a machine achieves, and the other costs of a step."""
 
-    bandwidth_fraction: Fraction = 0.9  # of the memory's bandwidth, streaming weights and KV
-    matmul_fraction: Fraction = 0.7  # of the bf16 rate, by a matmul of many rows
+    bandwidth_fraction: Achieved = 0.9  # of the memory's bandwidth, streaming weights and KV
+    matmul_fraction: Achieved = 0.7  # of the bf16 rate, by a matmul of many rows
     matmul_half_rows: Cost = 16.0  # rows at which a matmul achieves half of that: a tile
-    attention_fraction: Fraction = 1.0  # of a matmul's rate, by the attention of a few query rows
-    overlap: Fraction = 1.0  # of the shorter of memory and arithmetic, hidden behind the longer
+    attention_fraction: Achieved = 1.0  # of a matmul's rate, by the attention of a few query rows
+    overlap: Achieved = 1.0  # of the shorter of memory and arithmetic, hidden behind the longer
     layer_overhead_us: Cost = 60.0  # a layer's kernel launches and gaps
     step_overhead_us: Cost = 0.0  # of a forward pass around its layers: tables, logits, the host
     expert_overhead_us: Cost = 0.0  # of each expert that a matmul touches
     round_overhead_us: Cost = 700.0  # accept, commit and the host, per round
     allreduce_hop_us: Cost = 5.0  # latency of each of log2(ranks) hops
-    allreduce_bandwidth_fraction: Fraction = 0.3  # of the link's, at a decode step's megabyte
+    allreduce_bandwidth_fraction: Achieved = 0.3  # of the link's, at a decode step's megabyte
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -69,7 +82,11 @@ class BatchConfig:
     context_len: Count
     # At least 2: the first new token comes from the prefill.
     generate_len: Annotated[
-        int, Field(ge=2), must("must be at least 2 (the first new token comes from the prefill)")
+        Count,
+        must(
+            f"must be at least 2 (the first new token comes from the prefill), at most {LARGEST:,}",
+            lambda value: value >= 2,
+        ),
     ]
     num_batches: Count
     prefill_chunk: AutoOrCount
@@ -123,4 +140,4 @@ class SweepConfig:
     objective: str
     share: Literal["prefill", "weights", "none"]
     turns: bool
-    jobs_per_task: Annotated[int | None, Field(ge=1), must("must be at least 1, or null")]
+    jobs_per_task: Annotated[Count | None, must("must be at least 1, or null")]

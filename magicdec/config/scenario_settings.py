@@ -15,6 +15,8 @@ from magicdec.inputs.rules import (
     Counts,
     FileName,
     Fraction,
+    Gamma,
+    Gammas,
     Percentage,
     Share,
     must,
@@ -94,7 +96,7 @@ class Profile(Needs):
     profile_repeats: Count
     batch_sizes: SomeCounts
     context_lens: SomeCounts
-    gammas: SomeCounts
+    gammas: Gammas
     expected_alpha: Share | None = None
     forward: str | None = None
 
@@ -119,7 +121,7 @@ class Verify(Needs):
     steps: Literal["predicted", "measured"]
     batch_sizes: SomeCounts
     context_lens: SomeCounts
-    gammas: SomeCounts
+    gammas: Gammas
     repeats: Count
     tolerance: Tolerance
 
@@ -140,7 +142,7 @@ class Assumed(Needs):
     alpha: Share | None
     acceptance_rate: Share | None
     acceptance_length: Annotated[float | None, Field(ge=1), must("must be at least 1, or null")]
-    acceptance_gamma: Count | None
+    acceptance_gamma: Gamma | None
     stack: str | None
     match_share: Share | None
     routing: str | None
@@ -191,7 +193,7 @@ class Predict(Assumed):
     """A prediction by the cost model."""
 
     name: Literal["predict"]
-    gammas: SomeCounts
+    gammas: Gammas
     critical_batches: Annotated[
         Counts, must("must be a smaller and a larger batch", lambda b: len(b) == 2 and b[0] < b[1])
     ]
@@ -206,7 +208,7 @@ class Search(Assumed):
     name: Literal["plan"]
     drafts: Annotated[list[str], Field(min_length=1)]
     policies: Annotated[list[str], Field(min_length=1)]
-    gammas: SomeCounts
+    gammas: Gammas
     batch_sizes: Counts
     context_lens: Counts
     workload: Annotated[

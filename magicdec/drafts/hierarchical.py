@@ -7,10 +7,9 @@ B rows, G = gamma, I = inner_gamma, T = I + 1 tokens of an inner verification, V
 import copy
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Annotated, Self
+from typing import Self
 
 import torch
-from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 from typing_extensions import override
@@ -22,7 +21,7 @@ from magicdec.decoding.state import DRAFT, State
 from magicdec.drafts.base import Draft, DraftSpec, Proposal
 from magicdec.drafts.model import IndependentDraft
 from magicdec.drafts.self import SelfDraft
-from magicdec.inputs.rules import STRICT
+from magicdec.inputs.rules import STRICT, GammaOr0
 from magicdec.verification.accept import Verdict, accept_greedy, accept_sampled
 from magicdec.verification.sampling import Use, probabilities
 
@@ -34,7 +33,7 @@ class Hierarchical(DraftConfig):
     """
 
     name: str = "hierarchical"
-    inner_gamma: Annotated[int, Field(ge=0)] = 0
+    inner_gamma: GammaOr0 = 0
     cache: Cache | None = None
     needs_model = shares_target = serves = one_rank = True
     is_predicted = pauses = False

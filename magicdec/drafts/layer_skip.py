@@ -5,9 +5,6 @@ From committed tokens, these layers compute exactly what they compute in the tar
 is a part of the target's, and every cache policy composes with it.
 """
 
-from typing import Annotated
-
-from pydantic import Field
 from pydantic.dataclasses import dataclass
 from typing_extensions import override
 
@@ -17,7 +14,7 @@ from magicdec.config.registry import DRAFTS
 from magicdec.drafts.base import DraftSpec
 from magicdec.drafts.self import SelfDraft
 from magicdec.errors import UserError
-from magicdec.inputs.rules import STRICT
+from magicdec.inputs.rules import STRICT, Size
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -25,7 +22,7 @@ class LayerSkip(DraftConfig):
     """The target's first `num_layers` layers."""
 
     name: str = "layer_skip"
-    num_layers: Annotated[int, Field(ge=0)] = 0
+    num_layers: Size = 0
     shares_target = serves = True
     label = "{name}-{num_layers}"
 

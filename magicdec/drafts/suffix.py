@@ -11,12 +11,10 @@ B rows, S tokens of a text, G = gamma.
 """
 
 from collections.abc import Sequence
-from typing import Annotated
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import Field
 from pydantic.dataclasses import dataclass
 from typing_extensions import override
 
@@ -25,7 +23,7 @@ from magicdec.config.registry import DRAFTS
 from magicdec.decoding.prefill import Advance
 from magicdec.decoding.state import State
 from magicdec.drafts.base import Draft, DraftSpec, Proposal
-from magicdec.inputs.rules import STRICT, Count
+from magicdec.inputs.rules import STRICT, Count, Size
 from magicdec.verification.sampling import RowSampling
 
 Tokens = NDArray[np.int32]
@@ -42,7 +40,7 @@ class SuffixLookup(DraftConfig):
 
     name: str = "suffix"
     max_suffix: Count = 32
-    history: Annotated[int, Field(ge=0)] = 65536
+    history: Size = 65536
     is_model, serves = False, True
 
 

@@ -16,6 +16,7 @@ from functools import cache
 from typing import Annotated, Any, TypeVar
 
 from pydantic import (
+    AfterValidator,
     BeforeValidator,
     ConfigDict,
     Field,
@@ -60,10 +61,10 @@ VALID = {
     "tuple_type": "must be a list, as in [a,b]",
     "dict_type": "must hold keys and values",
     "dataclass_type": "cannot be set as a whole, only its keys can",
-    "greater_than_equal": "must be at least {ge:g}",
-    "greater_than": "must be above {gt:g}",
-    "less_than_equal": "must be at most {le:g}",
-    "less_than": "must be below {lt:g}",
+    "greater_than_equal": "must be at least {ge:,.16g}",
+    "greater_than": "must be above {gt:,.16g}",
+    "less_than_equal": "must be at most {le:,.16g}",
+    "less_than": "must be below {lt:,.16g}",
     "too_short": "must hold at least one",
     "must": "{valid}",
 }
@@ -95,7 +96,12 @@ class must:
         return no_info_wrap_validator_function(check, handler(source))
 
 
-Count = Annotated[int, Field(ge=1)]
+LARGEST = (1 << 31) - 1  # of what tensors are made of: lengths and places are 32 bits
+MOST_GAMMA = 1024  # what predictions and engines loop over
+Size = Annotated[int, Field(ge=0, le=LARGEST)]
+Count = Annotated[int, Field(ge=1, le=LARGEST)]
+Gamma = Annotated[int, Field(ge=1, le=MOST_GAMMA)]
+GammaOr0 = Annotated[int, Field(ge=0, le=MOST_GAMMA)]
 Natural = Annotated[int, Field(ge=0, lt=1 << 53)]  # that a number of JSON holds exactly
 Fraction = Annotated[float, Field(gt=0, le=1), must("must be above 0 and at most 1")]
 Share = Annotated[float, Field(ge=0, le=1), must("must be between 0 and 1")]
@@ -104,7 +110,11 @@ Drawn = Annotated[
     Annotated[float, Field(ge=0)] | Annotated[list[Share], Field(min_length=1)],
     must("must be a probability, a mean length above 1, or a list of probabilities by position"),
 ]
-Counts = Annotated[list[Count], must("must hold numbers of at least 1")]
+Counts = Annotated[list[Count], must(f"must hold numbers of at least 1, at most {LARGEST:,}")]
+Gammas = Annotated[
+    Annotated[list[Gamma], must(f"must hold numbers of at least 1, at most {MOST_GAMMA:,}")],
+    Field(min_length=1),
+]
 
 
 def _share(value: Any) -> Any:
@@ -116,6 +126,19 @@ def _share(value: Any) -> Any:
 Percentage = Annotated[
     float, Field(gt=0, lt=1), BeforeValidator(_share), must("must be a percentage, as in 2%")
 ]
+
+
+def within(low: float, high: float) -> AfterValidator:
+    """Return the annotation of a number within bounds, beyond which nothing is measured, and
+    predictions would not stay finite.
+    """
+
+    def check(value: float) -> float:
+        if low <= value <= high:
+            return value
+        raise PydanticCustomError("must", "{valid}", {"valid": f"must be from {low:g} to {high:g}"})
+
+    return AfterValidator(check)
 
 
 def whole(low: int, high: int) -> must:

@@ -19,7 +19,7 @@ from magicdec.config.choices import EngineConfig
 from magicdec.config.registry import ENGINES
 from magicdec.config.schema import Config
 from magicdec.errors import UserError
-from magicdec.inputs.rules import STRICT
+from magicdec.inputs.rules import STRICT, Size
 from magicdec.peers.base import Address, Servable
 from magicdec.units import FREE
 
@@ -38,7 +38,7 @@ class OpenaiEngine(EngineConfig):
     key_variable: str | None = None
     allow_remote: bool = False
     time_limit_s: Annotated[float, Field(gt=0)] = 600.0
-    retries: Annotated[int, Field(ge=0)] = 2
+    retries: Size = 2
     scenarios: ClassVar[tuple[str, ...]] = ("serve", "profile")
     is_remote: ClassVar[bool] = True
 

@@ -4,13 +4,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from time import perf_counter
-from typing import Annotated
 
-from pydantic import Field, ValidationError
+from pydantic import ValidationError
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from magicdec.config.groups import SamplingConfig
-from magicdec.inputs.rules import STRICT, Count, refusal
+from magicdec.inputs.rules import STRICT, Count, GammaOr0, refusal
 from magicdec.measure.metrics import Rounds, acceptance, is_whole, num_accepted, num_proposed
 from magicdec.verification.sampling import Sampling
 
@@ -20,7 +19,7 @@ class RequestSettings(SamplingConfig):
     """The rules of a continuation's parameters."""
 
     max_tokens: Count = 64
-    gamma: Annotated[int, Field(ge=0)] | None = None
+    gamma: GammaOr0 | None = None
 
 
 @dataclass(frozen=True)

@@ -303,6 +303,21 @@ RULES = {
         "hardware.memory_gib=0.0 | scenario.name=serve; scenario.latency_ms=-1.0"
         " | engine.name=vllm; engine.time_limit_s=0.0"
     ),
+    "must be from 1e-09 to 1e+12": (
+        "hardware.tflops=1e-300 | hardware.bandwidth_gbs=1e+308"
+        " | scenario.name=serve; scenario.slo_most=1e-10"
+    ),
+    "must be auto or at least 1, at most 1,024": "draft.gamma=1025 | draft.gamma=1000000000",
+    "must be auto or at least 1, at most 2,147,483,647": "batch.size=2147483648",
+    "must be at most 2,147,483,647": (
+        "cache.budget=2147483648 | cache.num_sink=2147483648 | batch.context_len=2147483648"
+        " | cache.policy=quantized; cache.group_size=1000000000000000000"
+    ),
+    "must be at most 1,024": (
+        "scenario.name=predict; scenario.acceptance_rate=0.5; scenario.acceptance_gamma=1025"
+        " | draft.name=hierarchical; draft.inner_gamma=1025"
+    ),
+    "must be below 9,007,199,254,740,992": "data.seed=9007199254740992",
     "must be above cache.num_sink=4": "cache.budget=4 | cache.budget=-1",
     "must be below cache.budget=256": "draft.gamma=256",
     "must be a probability, a mean length above 1": "draft.synthetic_acceptance=-0.5",
@@ -334,7 +349,12 @@ RULES = {
     ),
     "must hold numbers above 0": "scenario.name=serve; scenario.rates=[0.0]",
     "must hold numbers above 0 and at most 1": "scenario.name=serve; scenario.length_shares=[1.5]",
-    "must hold numbers of at least 1": "scenario.name=predict; scenario.gammas=[2, 0]",
+    "must hold numbers of at least 1, at most 1,024": (
+        "scenario.name=predict; scenario.gammas=[2, 0] | scenario.name=plan; scenario.gammas=[1025]"
+    ),
+    "must hold numbers of at least 1, at most 2,147,483,647": (
+        "scenario.name=serve; scenario.concurrencies=[2, 0]"
+    ),
     "scenario=serve needs at least one of them, or of scenario.rates or replays": (
         "scenario.name=serve; scenario.concurrencies=[]"
     ),

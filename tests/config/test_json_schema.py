@@ -1,6 +1,7 @@
 """The JSON schemas by which editors check conf/."""
 
 import json
+import re
 from pathlib import Path
 
 import jsonschema
@@ -27,6 +28,29 @@ def test_every_file_is_valid(validators, path):
     assert [
         error.message for error in validators[group].iter_errors(yaml.safe_load(path.read_text()))
     ] == []
+
+
+def whole_numbers(schema, key=""):
+    """The schemas of whole numbers within a schema, with the keys that they are below."""
+    if isinstance(schema, dict) and schema.get("type") == "integer" and "enum" not in schema:
+        yield key, schema
+    inner = schema.items() if isinstance(schema, dict) else enumerate(schema)
+    for name, part in inner:
+        if isinstance(part, dict | list) and name not in ("enum", "ctx"):
+            yield from whole_numbers(part, f"{key}.{name}")
+
+
+# Those of a model's architecture are checked together.
+def test_every_whole_number_has_a_bound_with_which_a_stored_run_can_be_read_back():
+    bounds = {
+        key: part.get("maximum", part.get("exclusiveMaximum", float("inf")))
+        for schema in schemas().values()
+        for key, part in whole_numbers(schema)
+        if not re.search(r"\bModelConfig|\bRopeScaling", key)
+    }
+    names = {name for key in bounds for name in key.split(".")}
+    assert {"budget", "context_len", "num_sink", "refresh", "tensor_parallel"} <= names
+    assert [key for key, bound in bounds.items() if bound > 2**63] == []
 
 
 @pytest.mark.parametrize(
