@@ -23,7 +23,8 @@ class DraftCache(KVCache, ABC):
     """
 
     settings: CacheConfig  # the keys and the facts of the policy
-    phases: int = 1  # kinds of rounds that take turns, each with its own static shape
+    # How many rounds of each kind follow each other in a cycle. Each kind has its own static shape.
+    phases: tuple[int, ...] = (1,)
     # How many of the context's last tokens score its entries before `load`; 0: none.
     observes: int = 0
     per_row: ClassVar[dict[str, int]] = {**KVCache.per_row, "length_B": 0}

@@ -75,7 +75,8 @@ class VerifyGuidedCache(DynamicCache):
     def set_up(self) -> None:
         super().set_up()
         self.observes = self.settings.observation_window
-        self.phases = self.settings.refresh
+        refresh = self.settings.refresh
+        self.phases = (1,) if refresh == 1 else (1, refresh - 1)
         self.window = self.settings.window(self.spec)
         # the selected slots, the recent ones, and those of proposals: the same in every step of a
         # round

@@ -83,7 +83,8 @@ class Draft(ABC):
     gamma: int  # the most tokens that a round proposes
     taps: Taps | None = None  # of the target's hidden states, which every verification leaves there
     heard_seconds: float = 0.0  # that `hear` has taken of the last prefill
-    phases: int = 1  # kinds of rounds that take turns, each captured by itself
+    # How many rounds of each kind follow each other in a cycle. Each kind is captured by itself.
+    phases: tuple[int, ...] = (1,)
     caches: tuple[KVCache, ...] = ()  # that proposals are made over
 
     @classmethod

@@ -14,7 +14,6 @@ B rows.
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -84,13 +83,6 @@ def better(costs: Mapping[int, float], gamma: int) -> int:
     return best if gamma not in costs or costs[best] < (1 - MARGIN) * costs[gamma] else gamma
 
 
-def _mean_of_fastest(turns: Sequence[Sequence[float]]) -> float:
-    """Return the mean over the kinds of rounds of the fastest of each kind; a turn has a round of
-    every kind.
-    """
-    return fmean(map(min, zip(*turns, strict=True)))
-
-
 class AdaptiveCycle(Cycle):
     """Rounds of the gamma that is best so far, or autoregressive steps if none pays.
 
@@ -141,8 +133,8 @@ class AdaptiveCycle(Cycle):
             self._cycles[best].restart()
 
     def _timed_rounds(self) -> dict[int, float]:
-        """Return the seconds of a round of all rows, by gamma: the mean over the kinds of rounds
-        that take turns.
+        """Return the seconds of a round of all rows, by gamma: the mean over the rounds of a
+        cycle, of the fastest of each kind.
 
         The gammas take turns, so that a slow spell hits all.
         """
@@ -150,7 +142,10 @@ class AdaptiveCycle(Cycle):
             {gamma: cycle.timed(self._state) for gamma, cycle in self._cycles.items()}
             for _ in range(TIMED_ROUNDS)
         ]
-        return {gamma: _mean_of_fastest([turn[gamma] for turn in turns]) for gamma in self._cycles}
+        return {
+            gamma: cycle.mean(map(min, zip(*(turn[gamma] for turn in turns), strict=True)))
+            for gamma, cycle in self._cycles.items()
+        }
 
     def _post(self) -> None:
         """Request the counters of the round just queued."""

@@ -296,12 +296,16 @@ class Decoder:
             if draft is not None:
                 if draft is not self.prefilled:
                     self.restart(draft)  # capturing and timing run rounds
-                bodies = [partial(self.round, draft, gamma, phase) for phase in range(draft.phases)]
+                bodies = [
+                    partial(self.round, draft, gamma, phase) for phase in range(len(draft.phases))
+                ]
                 before = partial(self._prepare, draft, gamma)
             # Rehearsed rounds stop at each row's limit, but the round counter does not: reset it.
             undo = self.state.forget_rounds
             self._cycles[draft, gamma] = Cycle(
-                [Step(body, self.captures, undo, before) for body in bodies], gamma
+                [Step(body, self.captures, undo, before) for body in bodies],
+                gamma,
+                draft.phases if draft else (1,),
             )
         return self._cycles[draft, gamma]
 

@@ -3,8 +3,11 @@ is.
 """
 
 import warnings
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
+from itertools import accumulate
+from statistics import fmean
 
 import torch
 
@@ -98,13 +101,23 @@ class Step:
         self._call()
 
 
+def phase_at(number: int, phases: Sequence[int]) -> int:
+    """Return the kind of a round, by its number from 0 on, where `phases` rounds of each kind
+    follow each other, over and over.
+    """
+    return bisect_right(list(accumulate(phases)), number % sum(phases))
+
+
 class Cycle:
-    """Steps that take turns: a round of each kind that proposes `gamma` tokens, over and over."""
+    """Steps that take turns: rounds of each kind that propose `gamma` tokens, over and over.
+
+    `phases` says how many of each kind follow each other.
+    """
 
     timing_seconds: float = 0.0  # to choose among gammas, before the first round
 
-    def __init__(self, steps: list[Step], gamma: int):
-        self._steps, self._gamma = steps, gamma
+    def __init__(self, steps: list[Step], gamma: int, phases: tuple[int, ...] = (1,)):
+        self._steps, self._gamma, self.phases = steps, gamma, phases
         self.restart()
 
     def restart(self) -> None:
@@ -113,11 +126,15 @@ class Cycle:
 
     def __call__(self) -> None:
         """Run the next round."""
-        self._steps[len(self.gammas) % len(self._steps)]()
+        self._steps[phase_at(len(self.gammas), self.phases)]()
         self.gammas.append(self._gamma)
 
     def timed(self, state: State) -> list[float]:
         """Run a round of each kind over all rows and return the seconds of each, in the same order
         every time.
         """
-        return [seconds_of_all_rows(self, state) for _ in self._steps]
+        return [seconds_of_all_rows(step, state) for step in self._steps]
+
+    def mean(self, values: Iterable[float]) -> float:
+        """Return the mean over the rounds of a cycle of a value for each kind."""
+        return fmean(values, self.phases)

@@ -97,7 +97,8 @@ def footprint(
                 decoder.restart()
                 decoder.prefilled = draft
             with allocations.of_rounds():
-                for gamma, phase in product(decoder.gammas or (draft.gamma,), range(draft.phases)):
+                gammas, phases = decoder.gammas or (draft.gamma,), range(len(draft.phases))
+                for gamma, phase in product(gammas, phases):
                     decoder.round(draft, gamma, phase)
         if audited:
             rehearse(decoder, context_len)

@@ -57,11 +57,12 @@ def profile_round(batch: Batch, repeats: int, gamma: int = 0) -> dict[str, float
         times["select_ms"] = 1e3 * median(
             seconds_of(selection.run, decoder.device, min(PLAIN_REPEATS, repeats))
         )
-    times["verify_ms"] = fmean(times.pop(f"verify_{phase}") for phase in range(draft.phases))
+    by_phase = [times.pop(f"verify_{phase}") for phase in range(len(draft.phases))]
+    times["verify_ms"] = fmean(by_phase, draft.phases)
     times["round_ms"] = _rounds_ms(batch, repeats, gamma)
     propose, selecting = times.pop("propose_ms"), 0.0
     if selection is not None and selection.at == "round":
-        selecting = times["select_ms"] / draft.phases
+        selecting = times["select_ms"] / sum(draft.phases)
     overhead = times["round_ms"] - propose - times["verify_ms"] - selecting
     decoder.state.check_finite("in the profile")
     return times | {"draft_ms": propose / gamma, "overhead_ms": overhead}
@@ -88,7 +89,7 @@ def _parts_of_round(decoder: Decoder, draft: Draft, gamma: int) -> Parts:
     forget_verification()
     forget_proposal()
     parts: Parts = {"propose_ms": (lambda: draft.propose(decoder.state, gamma), forget_proposal)}
-    for phase in range(draft.phases):
+    for phase in range(len(draft.phases)):
         parts[f"verify_{phase}"] = (partial(verify, phase), forget_verification)
     return parts
 
@@ -117,6 +118,6 @@ def _rounds_ms(batch: Batch, repeats: int, gamma: int) -> float:
     cycle = batch.decoder.cycle(batch.draft, gamma)
     batch.restart()
     turns = [
-        cycle.timed(batch.decoder.state) for _ in range(WARMUP + ceil(repeats / batch.draft.phases))
+        cycle.timed(batch.decoder.state) for _ in range(WARMUP + ceil(repeats / len(cycle.phases)))
     ]
-    return 1e3 * fmean(map(median, zip(*turns[WARMUP:], strict=True)))
+    return 1e3 * cycle.mean(map(median, zip(*turns[WARMUP:], strict=True)))

@@ -19,7 +19,7 @@ from typing_extensions import override
 from magicdec.config.registry import check_served
 from magicdec.decoding.state import NEVER, State
 from magicdec.engine.decoder import Decoder
-from magicdec.engine.graphs import Step
+from magicdec.engine.graphs import Step, phase_at
 from magicdec.engine.native import NativeEngine
 from magicdec.errors import UserError
 from magicdec.models.row_copies import copy_row
@@ -111,8 +111,8 @@ class Slots:
         self._prefilled: tuple[State, Params, bool] | None = None  # until it has a slot
         # What `single` holds behind its valid entries may not be finite: a request has failed.
         self._is_spoiled = False
-        self._phases = self.batch.draft.phases if self.batch.draft else 1
-        self._phase = 0
+        self._phases = self.batch.draft.phases if self.batch.draft else (1,)
+        self._number = 0  # of a round within a cycle
         self._steps = self._captured()
 
     def _gammas(self) -> tuple[int, ...]:
@@ -149,7 +149,7 @@ class Slots:
                     captures,
                     before=before.get(gamma),
                 )
-                for phase in range(1 if gamma is None else self._phases)
+                for phase in range(1 if gamma is None else len(self._phases))
             ]
             for gamma in (None, *self.gammas)
             for greedy in (True, False)
@@ -272,9 +272,9 @@ class Slots:
         committed tokens, whether the row has finished, whether its logits were finite, and its last
         T tokens, of which the committed ones are new.
         """
-        steps = self._steps[gamma, not self._sampled]
-        steps[self._phase % len(steps)]()
-        self._phase = (self._phase + 1) % self._phases
+        phase = 0 if gamma is None else phase_at(self._number, self._phases)
+        self._steps[gamma, not self._sampled][phase]()
+        self._number = (self._number + 1) % sum(self._phases)
         state = self.state
         flags_B2 = torch.stack((state.finished_B, (state.bad_WB == NEVER).all(0)), dim=1).int()
         counters_B4 = torch.cat((state.accepted_RB.T, state.committed_RB.T, flags_B2), dim=1)

@@ -44,7 +44,7 @@ POLICY_FACTS = {
     "window": ("compact bounds_positions has_budget", ()),
 }
 OBSERVES = {"h2o": 57, "pyramidkv": 6, "snapkv": 6, "verify_guided": 6}
-PHASES = {"verify_guided": 3}
+PHASES = {"verify_guided": (1, 2)}
 # A budget of 13 and rounds of 4 tokens are 17 slots; 57 tokens and a round are 61.
 SLOTS = {"full": 61, "quantized": 61, "quest": 61, "topk": 61, "verify_guided": 61, "pyramidkv": 0}
 
@@ -69,7 +69,7 @@ def test_a_cache_says_what_it_observes_its_kinds_of_rounds_and_its_slots(policy)
     cache = built(cache_config(policy, budget=13, observation_window=6, refresh=3), 3, 57)
     slots = SLOTS.get(policy, 17)
     assert cache.observes == OBSERVES.get(policy, 0)
-    assert cache.phases == PHASES.get(policy, 1)
+    assert cache.phases == PHASES.get(policy, (1,))
     assert cache.k_LBKSD.shape == (L, B, K, slots, D)
     assert cache.num_slots(cache.spec, shares_target=True) == (slots if slots == 17 else 0)
 

@@ -156,7 +156,7 @@ def test_what_a_draft_is_given_stays_as_it_is():
 def test_a_lookup_has_no_cache_and_no_prefill(draft):
     batch = drafting(draft, TARGET, [10, 8], gamma=3)
     lookup, cache, state = batch.draft, batch.decoder.cache, batch.decoder.state
-    assert (lookup.gamma, lookup.phases, lookup.caches, lookup.cache_bytes) == (3, 1, (), 0)
+    assert (lookup.gamma, lookup.phases, lookup.caches, lookup.cache_bytes) == (3, (1,), (), 0)
     assert (lookup.taps, lookup.heard_seconds, lookup.selection(state)) == (None, 0.0, None)
     assert lookup.watch(cache, 0) is cache
     assert lookup.pause(state).tokens_BG.shape == (2, 0)

@@ -402,7 +402,7 @@ def prefilled(engine: NativeEngine, rows: int = 4, context: int = 2048) -> Batch
     decoder.restart()
     draft.prefill(decoder.state, lambda _: None)
     decoder.prefilled = draft
-    for phase in range(draft.phases):
+    for phase in range(len(draft.phases)):
         decoder.round(draft, draft.gamma, phase)
     return batch
 
@@ -417,6 +417,6 @@ def rounds(batch: Batch, recording: Recording) -> Seen:
     recording.name_calls(decoder.state, commit="state commit")
     recording.name_calls(decoder.cache, commit="cache commit")
     with recording.of() as seen:
-        for phase in range(draft.phases):
+        for phase in range(len(draft.phases)):
             decoder.round(draft, draft.gamma, phase)
     return seen

@@ -12,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from magicdec.attention.sdpa import SdpaAttention
 from magicdec.config.load import compose
 from magicdec.config.registry import DRAFTS, POLICIES
+from magicdec.engine.decoder import Decoder
 from magicdec.engine.output_audit import audit
 from magicdec.measure.footprint import UniformAttention, footprint, largest_batch, stored
 from magicdec.models.quantize import quantized
@@ -234,3 +235,18 @@ def test_a_batch_beyond_all_memory_is_extrapolated(monkeypatch):
     monkeypatch.setattr("magicdec.measure.footprint.MOST_ROWS", 128)
     assert total(512).peak == pytest.approx(expected.peak, rel=0.01)
     assert total(10**9).peak == pytest.approx(expected.peak / 512 * 10**9, rel=0.01)
+
+
+@pytest.mark.timeout(60)
+def test_rounds_between_two_selections_are_of_one_kind_and_rehearsed_once(monkeypatch):
+    phases, round_ = [], Decoder.round
+
+    def recorded(decoder, draft, gamma, phase):
+        phases.append(phase)
+        round_(decoder, draft, gamma, phase)
+
+    monkeypatch.setattr(Decoder, "round", recorded)
+    keys = {"policy": "verify_guided", "gamma": 2, "budget": 16, "refresh": 10**9}
+    engine = new_engine(without_storage(TARGET), draft_name="self", **keys)
+    footprint(engine, ROWS, CONTEXT, audited=False)
+    assert phases == [0, 1]

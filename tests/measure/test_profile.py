@@ -36,7 +36,7 @@ def test_what_an_independent_draft_selects_at_its_prefill_is_a_part_of_it(policy
     assert ("select_ms" in parts("model", policy)) == is_timed
 
 
-@pytest.mark.parametrize("refresh", [1, 2, 3])
+@pytest.mark.parametrize("refresh", [1, 2, 3, 4, 1_000_000_000])
 def test_the_choice_of_a_round_is_its_own_part(monkeypatch, refresh):
     """A choice that takes a second by a clock of its own, in one of `refresh` rounds: no part of
     the overhead.
