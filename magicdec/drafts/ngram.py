@@ -65,7 +65,7 @@ class NgramDraft(Draft):
         position_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
         equal_BS = position_S < last_B1
         length_BS = torch.zeros_like(tokens_BS)
-        for back in range(self.max_ngram):
+        for back in range(min(self.max_ngram, tokens_BS.shape[1])):  # no match is longer
             token_B1 = tokens_BS.gather(1, (last_B1 - back).clamp(min=0))
             # Rolled, not sliced: tokens that wrap around are before the start of the row, where
             # nothing may match.

@@ -98,7 +98,8 @@ class SuffixDraft(Draft):
         row proposes or ends: what names its random numbers, None where it draws none.
         """
         self.gamma = gamma
-        self.max_suffix, self.history = lookup.max_suffix, lookup.history
+        self.max_suffix = min(lookup.max_suffix, capacity)  # no suffix is longer
+        self.history = lookup.history
         self._seeds = seeds or [None] * rows
         self._texts_BS = np.full((rows, self.max_suffix + capacity + gamma), NONE, np.int32)
         self._lengths = [0] * rows  # tokens of each text that are known here

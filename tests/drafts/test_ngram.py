@@ -1,5 +1,6 @@
 """Prompt lookup against a search written out with lists."""
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -36,3 +37,11 @@ def test_tokens_behind_the_end_are_not_looked_up():
     state = State([[1, 2, 3]], 8, 3, (), "cpu")
     state.tokens_BS[0, 3:] = torch.tensor([3, 7, 3, 7, 3, 7, 3, 7, 3, 7, 3])
     assert NgramDraft(2, 3).propose(state, 2).tokens_BG.tolist() == [[3, 3]]
+
+
+@pytest.mark.timeout(20)
+def test_no_match_is_longer_than_the_sequence():
+    row = [1, 2, 3, 1, 2]
+    state = State([row], 4, 3, (), "cpu")
+    proposal = NgramDraft(2, 2**31 - 1).propose(state, 2)
+    assert proposal.tokens_BG.tolist() == [looked_up(row, 2, 5)] == [[3, 1]]

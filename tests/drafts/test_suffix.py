@@ -181,3 +181,8 @@ def test_without_a_history_earlier_requests_are_not_searched():
     draft.clear_row(0)
     rewrite(state, 0, [1, 2])
     assert proposed(draft, state, 2)[0] == [2, 2]
+
+
+def test_memory_is_that_of_the_longest_suffix_a_row_can_have():
+    state, draft = opened([[1, 2, 3, 1, 2]], gamma=2, max_suffix=2**31 - 1)
+    assert proposed(draft, state, 2) == [[3, 1]]
