@@ -2,7 +2,6 @@
 generators.
 """
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
@@ -24,6 +23,7 @@ from magicdec.costmodel.hardware import CPU
 from magicdec.costmodel.tables import Row
 from magicdec.costmodel.targets import from_values
 from magicdec.errors import UserError
+from magicdec.inputs.others import from_json
 from magicdec.peers.results.base import LoadResult
 from magicdec.peers.results.read import read_results
 from magicdec.planning.resolve import resolve
@@ -238,5 +238,5 @@ def _architecture(choice: Mapping[str, Any]) -> ModelConfig:
         # Here, because it imports PyTorch.
         from magicdec.models.description import describe
 
-        return describe(json.loads(config_json), choice["name"], "transformers", runs=False)
+        return describe(from_json(config_json), choice["name"], "transformers", runs=False)
     return from_values(choice["architecture"])

@@ -39,4 +39,5 @@ def text_fingerprint(name: str, path: str | None) -> str:
     corpus = CORPORA[name].facts
     if path is None or corpus.files_at is None:
         return corpus.origin
-    return of_files(corpus.files_at(Path(path), f"data={name} data.path={path}"))
+    where = f"data={name} data.path={path}"
+    return of_files(corpus.files_at(Path(path), where), where)

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from magicdec.errors import in_brief
+from magicdec.inputs.others import from_json
 from magicdec.peers.answer import EndpointFailed
 
 DONE = "[DONE]"
@@ -99,6 +100,6 @@ def _words_in(text: str) -> str:
 def _plain(text: str) -> Any:
     """Return JSON as plain data; None for a text that is not JSON."""
     try:
-        return json.loads(text)
+        return from_json(text)
     except ValueError:
         return None

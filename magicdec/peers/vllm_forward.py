@@ -7,13 +7,13 @@ It runs exact batches through the model as CUDA graphs: without scheduling, samp
 A server's step takes longer by what it does around the model.
 """
 
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
 from magicdec.errors import UserError
+from magicdec.inputs.others import from_json, read_regular
 
 COMMAND = "vllm bench forward --exclude-drafter --output-json FILE"
 NEAR_CONTEXT = 0.1  # of a point's context, by which that of its case may differ
@@ -35,7 +35,7 @@ def read_forward(path: Path) -> list[ForwardTime]:
     Raise UserError if the file cannot be read, or has no time of a decode step or a verification.
     """
     try:
-        cases = json.loads(path.read_text())
+        cases = from_json(read_regular(path))
         times = list(filter(None, map(_forward_time, cases)))
     except OSError as error:
         raise UserError(f"scenario.forward={path}: {error.strerror}") from None

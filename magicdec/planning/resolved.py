@@ -80,7 +80,7 @@ class Plan:
             }
         for key in self.config.scenario.files:
             if path := getattr(self.config.scenario, key):
-                hashes[f"scenario.{key}"] = of_files({key: Path(path)})
+                hashes[f"scenario.{key}"] = of_files({key: Path(path)}, f"scenario.{key}={path}")
         return hashes
 
     @property

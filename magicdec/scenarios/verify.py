@@ -5,7 +5,6 @@ A first pass over each batch with every gamma only warms up. With scenario.steps
 other turn times rounds for the schedule; the turns in between judge it.
 """
 
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -22,6 +21,8 @@ from magicdec.costmodel.speedup import batch_speedup
 from magicdec.engine.decoder import Generation
 from magicdec.engine.native import Batch, NativeEngine, warm_up
 from magicdec.errors import UserError
+from magicdec.inputs.others import from_json, read_regular
+from magicdec.inputs.rules import MOST_GAMMA
 from magicdec.measure import metrics
 from magicdec.measure.intervals import ShareOfBest, share_of_best
 from magicdec.planning import build
@@ -143,8 +144,13 @@ def _gammas(scenario: Verify) -> list[int]:
 
 def _from(file: str) -> Schedule:
     try:
-        return read_vllm(json.loads(Path(file).read_text(encoding="utf-8")))
-    except (OSError, ValueError) as error:
+        read = read_vllm(from_json(read_regular(Path(file))))
+        if read.max_gamma > MOST_GAMMA:
+            raise ValueError(f"gamma {read.max_gamma:,} is above {MOST_GAMMA:,}")
+        return read
+    except OSError as error:
+        raise UserError(f"scenario.file={file}: {error.strerror}") from None
+    except ValueError as error:
         raise UserError(f"scenario.file={file}: {error}") from None
 
 

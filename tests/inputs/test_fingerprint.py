@@ -122,3 +122,15 @@ def test_a_file_that_is_not_there_is_one_line(tmp_path):
         UserError, match=rf"^{tmp_path}/gone cannot be read: No such file or directory$"
     ):
         of_files({"gone": tmp_path / "gone"})
+
+
+@pytest.mark.timeout(20)
+def test_an_error_names_the_key_and_the_file_even_if_the_system_does_not(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path, reason in {
+        "/proc/self/mem": "Input/output error",
+        "pipe": "not a regular file",
+    }.items():
+        with pytest.raises(UserError) as refused:
+            of_files({"file": tmp_path / path}, "data.path=x")
+        assert str(refused.value) == f"data.path=x: {tmp_path / path} cannot be read: {reason}"

@@ -148,7 +148,17 @@ def test_mistakes_are_one_line(tmp_path, name, changes, said):
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"id,status\n", b"[1]", b"3\n4\n", b"\xff\xfe", b"{}", b'{"a": 1}\n{"b": 2}\n']
+    "content",
+    [
+        b"",
+        b"id,status\n",
+        b"[1]",
+        b"3\n4\n",
+        b"\xff\xfe",
+        b"{}",
+        b'{"a": 1}\n{"b": 2}\n',
+        b"[" * 100_000,
+    ],
 )
 def test_other_files_name_what_is_read(tmp_path, content):
     path = tmp_path / "other"

@@ -62,7 +62,9 @@ def test_a_point_has_the_nearest_time_of_its_batch_and_gamma():
     assert far == elsewhere
 
 
-@pytest.mark.parametrize("text", ["", "{}", '{"case": 1}', "[1]", '[{"case": "a"}]', "[]"])
+@pytest.mark.parametrize(
+    "text", ["", "{}", '{"case": 1}', "[1]", '[{"case": "a"}]', "[]", "[" * 10**5]
+)
 def test_another_file_is_refused_in_one_line(tmp_path, text):
     path = tmp_path / "forward.json"
     path.write_text(text)

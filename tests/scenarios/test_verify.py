@@ -170,6 +170,7 @@ def test_the_turns_of_a_small_batch_take_one_prompt_after_another(monkeypatch):
         (["draft=none"], "measures a draft"),
         (["draft.synthetic_acceptance=0.5"], "without synthetic_acceptance"),
         (["scenario.file=missing.json"], "missing.json: .*No such file"),
+        (["scenario.file=/dev/zero"], "^scenario.file=/dev/zero: not a regular file$"),
     ],
 )
 def test_what_cannot_be_verified_is_refused(keys, said):
@@ -192,3 +193,18 @@ def test_what_cannot_be_verified_is_refused(keys, said):
 def test_a_file_without_a_schedule_is_no_schedule(config):
     with pytest.raises(ValueError, match="must hold"):
         read_vllm(config)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"num_speculative_tokens_per_batch_size": [[1, 2, 1025]]}', "gamma 1,025 is above 1,024"),
+        ("[" * 100_000, "nested too deeply"),
+    ],
+)
+def test_a_file_that_nothing_can_be_done_with_is_named_with_its_key(tmp_path, text, said):
+    file = tmp_path / "file.json"
+    file.write_text(text)
+    with pytest.raises(UserError) as refused:
+        verify.prepare(compose([*SMALL, f"scenario.file={file}"]))
+    assert str(refused.value) == f"scenario.file={file}: {said}"

@@ -1,10 +1,10 @@
 """Read a result file of any load generator that is known here."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from magicdec.errors import UserError
+from magicdec.inputs.others import from_json, read_regular
 from magicdec.peers.results import aiperf, guidellm, vllm_bench
 from magicdec.peers.results.base import LoadResult
 
@@ -29,14 +29,14 @@ def read_results(path: Path) -> tuple[str, list[LoadResult]]:
 def _objects(path: Path) -> list[dict[str, Any]]:
     """Return the JSON object of a file, or those of its lines; at least one."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_regular(path).decode("utf-8")
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise _unknown(path) from None
     for parts in ([text], text.splitlines()):
         try:
-            contents = [json.loads(part) for part in parts if part.strip()]
+            contents = [from_json(part) for part in parts if part.strip()]
         except ValueError:
             continue
         if contents and all(isinstance(content, dict) for content in contents):
