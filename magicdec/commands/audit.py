@@ -28,6 +28,7 @@ from magicdec.data.tokenizer import encode_prompt
 from magicdec.engine.native import NativeEngine
 from magicdec.engine.output_audit import near_tie, teacher_force
 from magicdec.errors import UserError, exit_code
+from magicdec.inputs.others import given_path
 from magicdec.inputs.rules import JSON, at_least
 from magicdec.planning import build, fits
 from magicdec.planning.resolve import resolve
@@ -87,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         "magicdec audit", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("outputs", type=Path, help="folder of a run, or a JSONL file")
+    parser.add_argument("outputs", type=given_path, help="folder of a run, or a JSONL file")
     parser.add_argument(
         "override", nargs="*", help="KEY=VALUE: the target, and the machine that decodes again"
     )

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from magicdec.errors import exit_code, printable
+from magicdec.inputs.others import given_path
 from magicdec.tracking.lock import NAME, locked
 from magicdec.tracking.reader import check_store, folder_of_lock, iter_runs, read_result
 from magicdec.tracking.store import counted, shown
@@ -20,7 +21,7 @@ KINDS = ("invalid", "storage", "non_finite", "out_of_memory", "crashed", "interr
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     parser = argparse.ArgumentParser("magicdec clean", description=__doc__)
-    parser.add_argument("runs_dir", type=Path, help="a run store, as in runs_dir=FOLDER")
+    parser.add_argument("runs_dir", type=given_path, help="a run store, as in runs_dir=FOLDER")
     what = (
         "delete runs that failed in this way (invalid, that is mistyped); may be given several"
         " times"

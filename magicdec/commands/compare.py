@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from magicdec.errors import exit_code
+from magicdec.inputs.others import given_path
 from magicdec.report import difference, terminal
 from magicdec.report.rows import drop_unread
 from magicdec.tracking.columns import flatten
@@ -21,7 +22,10 @@ def _compare(arguments: Sequence[str]) -> None:
     parser.add_argument("run_a", help="a run's folder, or the beginning of its id")
     parser.add_argument("run_b")
     parser.add_argument(
-        "--runs-dir", type=Path, default=Path("runs"), help="the store to look ids up in (runs)"
+        "--runs-dir",
+        type=given_path,
+        default=Path("runs"),
+        help="the store to look ids up in (runs)",
     )
     parser.add_argument(
         "--all", action="store_true", help="every metric that differs, not only the main ones"

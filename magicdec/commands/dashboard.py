@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from magicdec.errors import UserError, exit_code, to_stderr
+from magicdec.inputs.others import given_path
 from magicdec.report.export import write
 from magicdec.report.fastest import answer
 from magicdec.report.rows import read_rows
@@ -218,9 +219,14 @@ def _parser() -> argparse.ArgumentParser:
         help="also a report on this group: sweep.name, or the sweep's folder",
     )
     parser.add_argument(
-        "--runs-dir", type=Path, default=Path("runs"), help="the store with the sweep's runs (runs)"
+        "--runs-dir",
+        type=given_path,
+        default=Path("runs"),
+        help="the store with the sweep's runs (runs)",
     )
     parser.add_argument(
-        "--file", type=Path, help=f"write the specification here; {DEFAULT_FILE} without a login"
+        "--file",
+        type=given_path,
+        help=f"write the specification here; {DEFAULT_FILE} without a login",
     )
     return parser

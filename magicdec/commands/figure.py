@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from magicdec.errors import UserError, exit_code
+from magicdec.inputs.others import given_path
 from magicdec.report import figures, picture, query
 from magicdec.report.by_context import CONTEXT, rows_by_context
 from magicdec.report.rows import keys_of, read_runs, rows_of
@@ -22,7 +23,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("magicdec figure", description=__doc__)
-    parser.add_argument("runs_dir", type=Path, help="a run store, as in runs_dir=FOLDER")
+    parser.add_argument("runs_dir", type=given_path, help="a run store, as in runs_dir=FOLDER")
     parser.add_argument(
         "--x",
         metavar="KEY",
@@ -45,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--where", metavar="TEST", action="append", default=[], help=query.SYNTAX)
     parser.add_argument("--format", choices=picture.FORMATS, help="(that of --out, or pdf)")
     parser.add_argument(
-        "--out", metavar="FILE", type=Path, help="the file; by default named after the axes"
+        "--out", metavar="FILE", type=given_path, help="the file; by default named after the axes"
     )
     return parser
 

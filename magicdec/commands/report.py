@@ -2,12 +2,13 @@
 
 import argparse
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from itertools import combinations
 from typing import Any
 
 from rich.text import Text
 
 from magicdec.errors import UserError, exit_code
+from magicdec.inputs.others import given_path
 from magicdec.inputs.rules import at_least
 from magicdec.report import export, figures, page, query, terminal
 from magicdec.report.rows import num_runs, read_runs, rows_of, rows_of_file
@@ -72,6 +73,10 @@ def _check(options: argparse.Namespace) -> None:
         raise UserError("--descending has no effect without --sort KEY")
     if options.mix and not options.group_by:
         raise UserError("--mix has no effect without --group-by KEYS")
+    files = {name: getattr(options, name) for name in ("csv", "parquet", "html")}
+    for (one, path), (other, same) in combinations(files.items(), 2):
+        if path and same and path.resolve() == same.resolve():
+            raise UserError(f"--{other} {same}: --{one} writes the same file; name another")
     if not options.runs_dir.is_file():
         check_store(options.runs_dir, "or a result file")
 
@@ -106,12 +111,14 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "runs_dir", type=Path, help="a run store, as in runs_dir=FOLDER, or a result file alone"
+        "runs_dir",
+        type=given_path,
+        help="a run store, as in runs_dir=FOLDER, or a result file alone",
     )
     parser.add_argument(
         "results",
         nargs="*",
-        type=Path,
+        type=given_path,
         help="result files of vllm bench serve, AIPerf or GuideLLM, as further rows",
     )
     parser.add_argument(
@@ -140,18 +147,24 @@ def _parser() -> argparse.ArgumentParser:
         "--limit", metavar="N", type=int, default=50, help="lines on the terminal (50; 0: all)"
     )
     parser.add_argument(
-        "--csv", metavar="FILE", type=Path, help="write the same lines with all their columns"
+        "--csv", metavar="FILE", type=given_path, help="write the same lines with all their columns"
     )
     parser.add_argument(
-        "--parquet", metavar="FILE", type=Path, help="the same as Parquet; needs 'magicdec[report]'"
+        "--parquet",
+        metavar="FILE",
+        type=given_path,
+        help="the same as Parquet; needs 'magicdec[report]'",
     )
     parser.add_argument(
         "--figures",
         metavar="FOLDER",
-        type=Path,
+        type=given_path,
         help="draw speedups and step times over what the runs differ in",
     )
     parser.add_argument(
-        "--html", metavar="FILE", type=Path, help="write a page with interactive plots of the runs"
+        "--html",
+        metavar="FILE",
+        type=given_path,
+        help="write a page with interactive plots of the runs",
     )
     return parser

@@ -19,6 +19,7 @@ from magicdec.config.scenario_settings import SCENARIOS, Scenario
 from magicdec.config.schema import Config
 from magicdec.errors import exit_code
 from magicdec.inputs import plugins
+from magicdec.inputs.others import given_path
 
 Schema = dict[str, Any]
 # What Hydra fills in, or asks for.
@@ -31,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         "magicdec schema", description=(__doc__ or "").split("\n\n")[1]
     )
-    parser.add_argument("folder", type=Path, help="where to write GROUP.json")
+    parser.add_argument("folder", type=given_path, help="where to write GROUP.json")
     parser.add_argument(
         "modules", nargs="*", metavar="MODULE", help="plugins, as in plugins=[MODULE]"
     )

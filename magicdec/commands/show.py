@@ -13,6 +13,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from magicdec.errors import UserError, exit_code, printable
+from magicdec.inputs.others import given_path
 from magicdec.inputs.rules import at_least
 from magicdec.report.terminal import console
 from magicdec.tracking.cells import new_table
@@ -40,7 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("magicdec show", description=__doc__)
     parser.add_argument("run", help="a run's folder, or the beginning of its id")
     parser.add_argument(
-        "--runs-dir", type=Path, default=Path("runs"), help="the store to look ids up in (runs)"
+        "--runs-dir",
+        type=given_path,
+        default=Path("runs"),
+        help="the store to look ids up in (runs)",
     )
     parser.add_argument(
         "--row",

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from magicdec.errors import UserError, exit_code, printable, to_stderr
+from magicdec.inputs.others import given_path
 from magicdec.report.rows import sweep_members
 from magicdec.tracking.loggers import wandb
 from magicdec.tracking.reader import check_store, iter_runs, read_result
@@ -75,7 +76,7 @@ def _runs(options: argparse.Namespace) -> list[dict]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("magicdec sync", description=__doc__)
-    parser.add_argument("runs_dir", type=Path, help="a run store, as in runs_dir=FOLDER")
+    parser.add_argument("runs_dir", type=given_path, help="a run store, as in runs_dir=FOLDER")
     parser.add_argument(
         "ids", nargs="*", help="runs to send (all that are done, or failed by themselves)"
     )

@@ -1,7 +1,8 @@
-"""Files and JSON that anyone may have written."""
+"""Files and JSON that anyone may have written, and paths that anyone may have typed."""
 
 import errno
 import json
+from argparse import ArgumentTypeError
 from pathlib import Path
 from typing import Any
 
@@ -26,3 +27,10 @@ def from_json(text: str | bytes) -> Any:
         return json.loads(text)
     except RecursionError:
         raise ValueError("nested too deeply") from None
+
+
+def given_path(text: str) -> Path:
+    """Return an argument of a command as a path: an empty one would be the working directory."""
+    if not text:
+        raise ArgumentTypeError("is empty; name a file or a folder")
+    return Path(text)

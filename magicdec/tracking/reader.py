@@ -30,12 +30,17 @@ def number_of(attempt_id: str) -> int:
 
 
 def attempts(runs_dir: str | Path, run_id: str) -> list[Path]:
-    """Return the folders of a run's attempts, the latest last."""
-    folders = [
-        path.parent
-        for path in Path(runs_dir).glob(f"{run_id}*/{RESULT}")
-        if run_of(path.parent.name) == run_id
-    ]
+    """Return the folders of a run's attempts, the latest last. Raise UserError where there can be
+    none.
+    """
+    try:
+        results = list(Path(runs_dir).glob(f"{run_id}*/{RESULT}"))
+    except OSError as error:
+        reason = f"cannot be read: {error.strerror}"
+        raise UserError(
+            f"runs_dir={runs_dir}: {reason}; choose a folder with runs_dir=FOLDER"
+        ) from None
+    folders = [path.parent for path in results if run_of(path.parent.name) == run_id]
     return sorted(folders, key=lambda folder: number_of(folder.name))
 
 
@@ -70,6 +75,10 @@ def find_run(name: str, runs_dir: Path) -> dict[str, Any]:
     """Return a run by its folder, its id or the beginning of its id. Raise UserError unless that is
     one run.
     """
+    if not name:
+        raise UserError(
+            f"the name of a run is empty; name its folder, or the beginning of an id in {runs_dir}"
+        )
     for exact in (Path(name), runs_dir / name):
         if run := load_run(exact):
             return run

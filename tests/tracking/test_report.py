@@ -9,10 +9,13 @@ import time
 import pytest
 
 from magicdec.commands import clean
+from magicdec.commands.report import main
 from magicdec.errors import UserError
 from magicdec.report import page, terminal
 from magicdec.report.rows import read_rows
 from magicdec.tracking.lock import locked
+from magicdec.tracking.reader import attempts as attempts_of
+from magicdec.tracking.reader import find_run
 from tests.runs import shown
 from tests.tracking.stores import AXES, write_run, write_store
 
@@ -278,3 +281,28 @@ def test_the_only_line_of_a_table_names_what_ran():
     row |= {"target.name": "llama-3.1-8b", "device": "h200", "batch.context_len": 4096}
     out = shown(terminal.runs_table([row], None, 50, 200), width=200)
     assert all(word in out for word in ("llama-3.1-8b", "h200", "4096"))
+
+
+def test_two_options_do_not_write_the_same_file(report, store, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    said = report("--csv", "a.csv", "--html", "./a.csv", runs=store, is_mistaken=True)
+    assert said == "error: --html a.csv: --csv writes the same file; name another\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("arguments", [["", "--csv", "a"], ["runs", "--csv", ""]])
+def test_an_empty_path_is_not_the_working_directory(arguments, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.endswith(": is empty; name a file or a folder\n")
+
+
+def test_a_run_without_a_name_is_none(tmp_path):
+    with pytest.raises(UserError, match=r"^the name of a run is empty; name its folder, or the"):
+        find_run("", tmp_path)
+
+
+def test_a_store_whose_name_is_too_long_is_refused_in_one_line():
+    with pytest.raises(UserError, match=r"^runs_dir=x*: cannot be read: File name too long"):
+        attempts_of("x" * 300, "0a1b")
