@@ -11,10 +11,11 @@ from magicdec.config.omega import omega
 from magicdec.config.options import values_of
 from magicdec.costmodel.acceptance import Curves, published_points
 from magicdec.costmodel.kernel_costs import KernelCosts
-from magicdec.costmodel.prediction import predict, verdict
+from magicdec.costmodel.prediction import predict
 from magicdec.costmodel.round import Setup, prefill_s, round_times
 from magicdec.costmodel.tables import Row, first_version, read_table
 from magicdec.costmodel.targets import architecture
+from magicdec.costmodel.verdict_words import verdict
 
 STEPS = ("target_decode", "draft", "verify")
 # Predicted values that a run measures under another name.

@@ -16,16 +16,11 @@ from magicdec.config.choices import DraftConfig
 from magicdec.config.folders import check_is_ours, check_is_read
 from magicdec.config.scenario_settings import Search
 from magicdec.config.schema import Config
-from magicdec.costmodel.planner import (
-    FOUND_BY,
-    Candidate,
-    Ranking,
-    Workload,
-    experiment_yaml,
-    search,
-)
-from magicdec.costmodel.prediction import pays_from, predict
+from magicdec.costmodel.planned_experiment import FOUND_BY, experiment_yaml
+from magicdec.costmodel.planner import Candidate, Ranking, Workload, search
+from magicdec.costmodel.prediction import predict
 from magicdec.costmodel.round import Setup
+from magicdec.costmodel.verdict_words import pays_from
 from magicdec.errors import UserError
 from magicdec.planning.acceptances import assumed_alpha, cache_named, curves, draft_named
 from magicdec.planning.compatibility import check_vocabulary

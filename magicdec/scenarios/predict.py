@@ -13,9 +13,10 @@ from magicdec.config.schema import Config
 from magicdec.costmodel.acceptance import task_of
 from magicdec.costmodel.comparison import published
 from magicdec.costmodel.growth import differs, kv_share
-from magicdec.costmodel.prediction import Prediction, pays_from, verdict
+from magicdec.costmodel.prediction import Prediction
 from magicdec.costmodel.prediction import predict as predict_setup
 from magicdec.costmodel.round import Setup, round_times
+from magicdec.costmodel.verdict_words import pays_from, verdict
 from magicdec.planning.acceptances import assumed_alpha, curves
 from magicdec.planning.resolve import resolve
 from magicdec.planning.resolved import Plan

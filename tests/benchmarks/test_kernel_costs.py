@@ -8,9 +8,10 @@ from render import read_csv
 
 from magicdec.costmodel.hardware import hardware_named
 from magicdec.costmodel.kernel_costs import KernelCosts
-from magicdec.costmodel.prediction import predict, verdict
+from magicdec.costmodel.prediction import predict
 from magicdec.costmodel.round import Setup, round_times
 from magicdec.costmodel.targets import architecture
+from magicdec.costmodel.verdict_words import verdict
 from magicdec.drafts.self import SelfSpeculation
 from tests.costmodel.conftest import changed
 from tests.programs import ROOT

@@ -6,7 +6,8 @@ import pytest
 
 from magicdec.costmodel.confidence import Case, Error, case_of, confidence
 from magicdec.costmodel.hardware import configured
-from magicdec.costmodel.prediction import predict, verdict
+from magicdec.costmodel.prediction import predict
+from magicdec.costmodel.verdict_words import verdict
 
 CASE = Case(False, "eagle3", 8)
 

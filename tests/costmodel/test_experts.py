@@ -10,9 +10,10 @@ from magicdec.config.load import compose
 from magicdec.costmodel.growth import differs, kv_share
 from magicdec.costmodel.hardware import hardware_named
 from magicdec.costmodel.memory_estimate import memory
-from magicdec.costmodel.prediction import predict, verdict
+from magicdec.costmodel.prediction import predict
 from magicdec.costmodel.roofline import Pass, operators
 from magicdec.costmodel.routing import UNIFORM, Routing, recorded
+from magicdec.costmodel.verdict_words import verdict
 from magicdec.models.description import describe
 from magicdec.planning.resolve import resolve
 from magicdec.planning.setup import setup_of

@@ -15,8 +15,10 @@ from magicdec.config.groups import HardwareConfig
 from magicdec.config.options import values_of
 from magicdec.costmodel.acceptance import AlphaEstimate, Curves, Point, published_points
 from magicdec.costmodel.hardware import hardware_named
-from magicdec.costmodel.planner import experiment_yaml, search
-from magicdec.costmodel.prediction import critical_context, predict, verdict
+from magicdec.costmodel.planned_experiment import experiment_yaml
+from magicdec.costmodel.planner import search
+from magicdec.costmodel.prediction import critical_context, predict
+from magicdec.costmodel.verdict_words import verdict
 from magicdec.drafts.model import IndependentModel
 from magicdec.drafts.ngram import PromptLookup
 from magicdec.drafts.self import SelfSpeculation
