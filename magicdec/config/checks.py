@@ -96,14 +96,15 @@ def unread(config: Config, overrides: Sequence[str]) -> list[str]:
     chosen |= {
         group: getattr(config, group).name for group in ("draft", "data", "engine", "scenario")
     }
+    replaced = config.scenario.replaced(config.draft, config.cache)
     lines = []
     for override in overrides:
         group, _, key = override.lstrip("+").partition("=")[0].partition(".")
         option = chosen.get(group)
-        if instead := config.scenario.at.get(f"{group}.{key}"):
-            lines.append(
-                f"{override} has no effect with scenario={config.scenario.name}; set {instead}"
-            )
+        instead = replaced.get(f"{group}.{key}" if key else group)
+        if instead is not None:
+            remedy = f"; set {instead}" if instead else ""
+            lines.append(f"{override} has no effect with scenario={config.scenario.name}{remedy}")
         elif (
             f"{group}.{key}" in ONLY_AUTO
             and isinstance(config.scenario, Compare)
@@ -172,6 +173,11 @@ def _scenario(config: Config) -> Iterator[str]:
         )
     if isinstance(scenario, Assumed):
         yield from scenario.mistakes()
+    if isinstance(scenario, Profile) and scenario.forward and config.engine.name == "native":
+        yield (
+            f"scenario.forward={scenario.forward}: read next to the steps of a server only; leave"
+            " it null, or choose engine=vllm"
+        )
 
 
 def _data(config: Config) -> Iterator[str]:

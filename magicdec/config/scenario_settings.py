@@ -8,6 +8,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from typing_extensions import override
 
+from magicdec.config.choices import CacheConfig, DraftConfig
 from magicdec.config.groups import AutoOrCount, BatchConfig, Figure
 from magicdec.inputs.rules import (
     STRICT,
@@ -43,6 +44,12 @@ class Needs:
     files: ClassVar[tuple[str, ...]] = ()
     # Keys of its own that replace general ones.
     at: ClassVar[Mapping[str, str]] = MappingProxyType({})
+
+    def replaced(self, draft: DraftConfig, cache: CacheConfig) -> Mapping[str, str]:
+        """Return the general keys, or whole groups, that have no effect with the run's own draft
+        and cache, and what to set instead; "" where there is nothing.
+        """
+        return self.at
 
     def key_of(self, general: str) -> str:
         """Return the key that this scenario has in place of a general one, or the general one."""
@@ -147,6 +154,20 @@ class Assumed(Needs):
     match_share: Share | None
     routing: str | None
 
+    @override
+    def replaced(self, draft: DraftConfig, cache: CacheConfig) -> Mapping[str, str]:
+        unread = {"batch.num_batches": ""}
+        return unread | ({"scenario.match_share": ""} if self.looks_nothing_up(draft) else {})
+
+    def looks_nothing_up(self, draft: DraftConfig) -> bool:
+        """Return whether no predicted draft is a lookup, which `match_share` is of."""
+        return draft.is_model
+
+    def assumes(self, draft: DraftConfig) -> bool:
+        """Return whether the acceptance of the run's own draft is given."""
+        given = (self.alpha, self.length, draft.acceptance, draft.synthetic_acceptance)
+        return any(value is not None for value in given)
+
     def mistakes(self) -> Iterator[str]:
         """Yield what contradicts itself."""
         given = [
@@ -224,6 +245,38 @@ class Search(Assumed):
     least_gamma: Literal[0, 1]
     save_as: FileName
 
+    @override
+    def replaced(self, draft: DraftConfig, cache: CacheConfig) -> Mapping[str, str]:
+        unread = dict(super().replaced(draft, cache))
+        if draft.synthetic_acceptance is None:
+            unread["draft.gamma"] = "scenario.gammas"
+        if self.is_of_own_draft(draft):
+            return unread
+        unread["cache.budget"] = ""  # it tries budgets of its own
+        if draft.name != "none" and not self.searches_for(draft):
+            unread["draft"] = f"scenario.drafts=[{draft.name}]"
+        if cache.policy not in self.policies:
+            unread["cache"] = f"scenario.policies=[{cache.policy}]"
+        return unread
+
+    @override
+    def looks_nothing_up(self, draft: DraftConfig) -> bool:
+        return False  # drafts of its own are named, and may be lookups
+
+    def is_of_own_draft(self, draft: DraftConfig) -> bool:
+        """Return whether the run's own draft is searched alone: its acceptance is given, or a
+        schedule is made for it.
+        """
+        return self.schedule is not None or self.assumes(draft)
+
+    def searches_for(self, draft: DraftConfig) -> bool:
+        """Return whether the run's own draft is among those that are searched, by its name or that
+        of its model.
+        """
+        return draft.name in self.drafts or (
+            draft.model is not None and draft.model.name in self.drafts
+        )
+
 
 LOWEST_RATE = 1 / 64  # requests per second, below which a search tries none
 
@@ -234,6 +287,10 @@ class Serve(Needs):
 
     serves: ClassVar[bool] = True
     stores_units: ClassVar[bool] = True
+
+    at: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {"batch.num_batches": "scenario.num_requests"}
+    )
 
     name: Literal["serve"]
     concurrencies: Counts

@@ -397,6 +397,9 @@ MISTAKES += {
         f"engine.name={name}; draft.name=self": "draft.name=self: engine="
         for name in ("transformers", "llamacpp", "openvino")
     },
+    "scenario.name=profile; scenario.forward=file": (
+        "scenario.forward=file: read next to the steps of a server only"
+    ),
     "engine.name=vllm; draft.name=layer_skip": "choose one of none, model, eagle3, ngram, self",
     "engine.name=transformers; draft.name=ngram": (
         "batch.size=auto: engine=transformers speculates on one row"
@@ -569,6 +572,50 @@ def test_what_has_no_effect_is_told_of_what_was_typed(typed, choice):
     if choice in ("draft=ngram", "scenario=verify", "engine=transformers"):
         config, read = compose([choice]), []
     assert unread(config, [*read, typed]) == [f"{typed} has no effect with {choice}"]
+
+
+PLAN = ["scenario=plan", "target=llama-3.1-8b", "hardware=h100"]
+PREDICT = ["scenario=predict", *PLAN[1:]]
+
+
+@pytest.mark.parametrize(
+    ("others", "typed", "remedy"),
+    [
+        (PLAN, "draft=ngram", "; set scenario.drafts=[ngram]"),
+        (PLAN, "cache=snapkv", "; set scenario.policies=[snapkv]"),
+        (PLAN, "cache.budget=300", ""),
+        (PLAN, "draft.gamma=7", "; set scenario.gammas"),
+        (PLAN, "batch.num_batches=7", ""),
+        (PREDICT, "batch.num_batches=7", ""),
+        (PREDICT, "scenario.match_share=0.5", ""),
+        (["scenario=serve"], "batch.num_batches=7", "; set scenario.num_requests"),
+    ],
+)
+def test_what_a_scenario_does_not_read_has_no_effect(others, typed, remedy):
+    config = compose([*others, typed])
+    said = f"{typed} has no effect with {others[0]}{remedy}"
+    assert unread(config, [*others, typed]) == [said]
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        ["draft=ngram", "scenario.drafts=[self,ngram]", "draft.max_ngram=4"],
+        ["draft=ngram", "scenario.alpha=0.5"],
+        ["cache=snapkv", "scenario.policies=[snapkv]", "cache.kernel=3"],
+        ["cache=snapkv", "cache.budget=300", "scenario.alpha=0.5"],
+        ["draft=model", "target@draft.model=llama-3.2-1b", "scenario.schedule=vllm"],
+        ["draft=model", "target@draft.model=llama-3.2-1b", "scenario.drafts=[llama-3.2-1b]"],
+        ["draft=none"],
+    ],
+)
+def test_what_a_search_reads_of_the_runs_own_draft_has_an_effect(typed):
+    assert unread(compose([*PLAN, *typed]), typed) == []
+
+
+def test_a_lookups_share_of_matches_has_an_effect():
+    typed = ["draft=ngram", "scenario.match_share=0.5"]
+    assert unread(compose([*PREDICT, *typed]), typed) == []
 
 
 def test_what_has_no_effect_is_a_mistake_but_for_how_much_is_measured():
