@@ -42,6 +42,8 @@ class Needs:
     reads_store: ClassVar[bool] = False
     # Keys of its own that name a file, whose content decides the result.
     files: ClassVar[tuple[str, ...]] = ()
+    # The keys that say how many prompts it needs.
+    row_keys: ClassVar[tuple[str, ...]] = ("batch.size", "batch.num_batches")
     # Keys of its own that replace general ones.
     at: ClassVar[Mapping[str, str]] = MappingProxyType({})
 
@@ -97,6 +99,7 @@ class Profile(Needs):
     measures_acceptance: ClassVar[bool] = False
     stores_units: ClassVar[bool] = True
     files: ClassVar[tuple[str, ...]] = ("forward",)
+    row_keys: ClassVar[tuple[str, ...]] = ("scenario.batch_sizes",)
     at: ClassVar[Mapping[str, str]] = GRID
 
     name: Literal["profile"]
@@ -121,6 +124,7 @@ class Verify(Needs):
     """A schedule of gammas next to every fixed gamma over a grid."""
 
     files: ClassVar[tuple[str, ...]] = ("file",)
+    row_keys: ClassVar[tuple[str, ...]] = ("scenario.batch_sizes",)
     at: ClassVar[Mapping[str, str]] = GRID
 
     name: Literal["verify"]
@@ -288,6 +292,7 @@ class Serve(Needs):
     serves: ClassVar[bool] = True
     stores_units: ClassVar[bool] = True
 
+    row_keys: ClassVar[tuple[str, ...]] = ("scenario.num_requests",)
     at: ClassVar[Mapping[str, str]] = MappingProxyType(
         {"batch.num_batches": "scenario.num_requests"}
     )

@@ -97,6 +97,8 @@ class PromptRequest:
     keys: DataConfig | None = None  # all of them, for a corpus that has keys of its own
     # Of a request that has an output length of its own; None: nobody reads it.
     most_new_tokens: int | None = None
+    # The keys that say how many rows there are, and how long they are, for errors.
+    size_keys: Sequence[str] = ("batch.size", "batch.num_batches", "batch.context_len")
 
     @cached_property
     def prefix(self) -> tuple[int, ...]:
@@ -147,8 +149,8 @@ def cut_windows(
         raise UserError(
             f"{corpus} is too short: {request.num_rows} rows x context_len={request.context_len}"
             f" need {needed:,} tokens, its {len(order)} documents hold {sum(lengths):,}"
-            f" ({len(tokens)} distinct windows); lower batch.size, batch.num_batches or"
-            " batch.context_len, or take more text with data.path"
+            f" ({len(tokens)} distinct windows); lower {' or '.join(request.size_keys)}, or take"
+            " more text with data.path"
         )
     return Prompts(tokens, sources)
 

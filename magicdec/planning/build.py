@@ -74,6 +74,7 @@ def prompts(
         path=c.data.path,
         task=c.data.task,
         keys=c.data,
+        size_keys=(*c.scenario.row_keys, c.scenario.key_of("batch.context_len")),
         most_new_tokens=c.batch.generate_len if c.scenario.serves else None,
     )
     return load_prompts(c.data.name, request)

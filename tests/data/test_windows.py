@@ -1,8 +1,12 @@
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from magicdec.config.load import compose
 from magicdec.data.base import PromptRequest, Prompts, _sections, cut_windows
 from magicdec.errors import UserError
+from magicdec.planning import build
+from magicdec.planning.resolve import resolve
 from tests.data.characters import UNICODE, CharacterTokenizer, texts
 from tests.refusals import refusal
 
@@ -107,3 +111,18 @@ def test_fingerprint_tells_rows_from_their_concatenation():
     assert (
         Prompts([[1, 2], [3]], ["", ""]).fingerprint != Prompts([[1], [2, 3]], ["", ""]).fingerprint
     )
+
+
+@pytest.mark.parametrize(
+    ("typed", "keys"),
+    [
+        ("scenario=compare", "batch.size or batch.num_batches or batch.context_len"),
+        ("scenario=serve", "scenario.num_requests or batch.context_len"),
+        ("scenario=verify", "scenario.batch_sizes or scenario.context_lens"),
+    ],
+)
+def test_too_little_text_is_blamed_on_the_keys_of_the_scenario(tmp_path, typed, keys):
+    (tmp_path / "book.txt").write_text("one two three " * 50)
+    plan = resolve(compose(["experiment=quick", typed, "data=text", f"data.path={tmp_path}"]))
+    with pytest.raises(UserError, match=f"; lower {keys}, or take more text with data.path$"):
+        build.prompts(plan, build.tokenizer(plan), 1000)
