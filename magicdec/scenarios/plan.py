@@ -58,7 +58,7 @@ def prepare(config: Config) -> Plan:
     if config.batch.size == "auto" and not scenario.batch_sizes and scenario.schedule is None:
         plan = replace(plan, fills=True)
     _check_lengths(config, plan.target.config.max_position_embeddings)
-    if _is_of_own_draft(config):
+    if scenario.is_of_own_draft(config.draft):
         if not config.speculates:
             raise UserError(
                 "draft=none: a given acceptance and a schedule are those of the run's own draft;"
@@ -93,14 +93,6 @@ def _check_lengths(config: Config, longest: int) -> None:
             )
 
 
-def _is_of_own_draft(config: Config) -> bool:
-    """Return whether the run's own draft is searched alone: its acceptance is given, or a schedule
-    is made for it.
-    """
-    scenario = config.settings(Search)
-    return assumed_alpha(config, scenario) is not None or scenario.schedule is not None
-
-
 def _searched(config: Config) -> list[DraftConfig]:
     """Return the drafts to search."""
     return [draft_named(config, name) for name in config.settings(Search).drafts]
@@ -118,7 +110,7 @@ def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
     command = command_line(["magicdec", *run.facts["overrides"]])
     workload = Workload(scenario.workload or [(setup.context, max(2, config.batch.generate_len))])
     alpha = assumed_alpha(config, scenario)
-    if _is_of_own_draft(config):
+    if scenario.is_of_own_draft(config.draft):
         setup = setup.at(draft=config.draft, cache=config.cache)
     prompts = setup.at(context=workload.prompt_len)
     setup = setup.at(context=workload.context_len)
