@@ -30,6 +30,11 @@ class H2O(CacheConfig):
     selects, scores = "prefill", "step"
 
     @override
+    def observed(self, spec: CacheSpec) -> int:
+        """Return the whole context."""
+        return spec.max_len
+
+    @override
     def extra_bytes(self, spec: CacheSpec, model: ModelConfig, element_bytes: float) -> float:
         """Count a score for every slot, and one for each draft step of a round."""
         return all_kv_heads(model) * (spec.kept + spec.gamma + 1) * (1 + spec.gamma) * FP32
@@ -56,7 +61,7 @@ class H2OCache(ScoredCache):
     @override
     def set_up(self) -> None:
         super().set_up()
-        self.observes = self.spec.max_len  # the whole context
+        self.observes = self.spec.cache.observed(self.spec)
         self.scores_LBKC = torch.zeros(
             self.k_LBKSD.shape[:4], dtype=torch.float32, device=self.k_LBKSD.device
         )

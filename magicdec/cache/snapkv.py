@@ -6,7 +6,7 @@ from pydantic.dataclasses import dataclass
 from typing_extensions import override
 
 from magicdec.cache.compact import ScoredCache
-from magicdec.config.choices import CacheConfig
+from magicdec.config.choices import CacheConfig, CacheSpec
 from magicdec.config.registry import POLICIES
 from magicdec.inputs.rules import STRICT, Count, must
 
@@ -22,6 +22,10 @@ class SnapKV(CacheConfig):
     kernel: Annotated[Count, must("must be an odd number of at least 1", lambda k: k % 2 == 1)] = 5
     compact = True
     selects = "prefill"
+
+    @override
+    def observed(self, spec: CacheSpec) -> int:
+        return self.observation_window
 
 
 @POLICIES.register(SnapKV)
@@ -41,7 +45,7 @@ class SnapKVCache(ScoredCache):
     @override
     def set_up(self) -> None:
         super().set_up()
-        self.observes = self.settings.observation_window
+        self.observes = self.settings.observed(self.spec)
         self.pooling = self.settings.kernel
 
     @override

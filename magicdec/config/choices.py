@@ -141,6 +141,10 @@ class CacheConfig:
         """Return the budget of each layer, for a compact policy."""
         return [self.budget] * num_layers
 
+    def observed(self, spec: "CacheSpec") -> int:
+        """Return how many of the context's last tokens score its entries before the first round."""
+        return 0
+
     def extra_bytes(self, spec: "CacheSpec", model: ModelConfig, element_bytes: float) -> float:
         """Return the bytes stored in addition to keys and values. `model` is that of one rank."""
         return 0.0
@@ -365,6 +369,23 @@ class DraftConfig:
     def own_cache_key(self) -> str:
         """Return the key of the cache that the independent model drafts over."""
         return "draft.cache" if self.shares_target else "cache"
+
+    def num_modules(self, model: ModelConfig) -> int:
+        """Return how many modules of the model follow each other in a round, where it listens."""
+        return 1
+
+    def heard_bytes(
+        self, spec: CacheSpec, model: ModelConfig, gamma: int, element_bytes: float
+    ) -> float:
+        """Return the bytes of hidden states of the prompt's last tokens that a draft that listens
+        keeps: those that score, those of the first round and of the latest, and a place for
+        all others.
+        """
+        if not self.listens:
+            return 0.0
+        modules = min(self.num_modules(model), gamma)
+        kept = spec.cache.observed(spec) + 2 * modules + 1
+        return kept * model.hidden_size * element_bytes
 
     def round_slots(self, gamma: int) -> int:
         """Return the slots beyond its budget that the independent model's cache needs in a

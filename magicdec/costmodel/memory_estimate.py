@@ -72,6 +72,8 @@ def memory(
     for spec, model, shares_target in _draft_caches(setup, gamma, length):
         model = model.shared_by(setup.draft_ranks)
         draft_kv += rows * spec.stored_bytes(model, size, shares_target)
+        if spec.cache is setup.cache:
+            draft_kv += rows * draft.heard_bytes(spec, model, gamma, size)
         transient += 0.0 if shares_target else rows * _prefill_bytes(spec, model, size, chunk)
     return Memory(
         target_weights=setup.target.stored_weight_bytes(setup.weight_bytes) / setup.ranks,

@@ -36,6 +36,11 @@ class Dflash(DraftConfig):
     needs_model = serves = listens = keeps_entries = proposes_blocks = True
     label, title = "{model}", "block draft {model}"
 
+    @override
+    def num_modules(self, model: ModelConfig) -> int:
+        """Return 0: no entry waits for the next token."""
+        return 0
+
     @classmethod
     @override
     def takes(cls, model: ModelConfig) -> bool:

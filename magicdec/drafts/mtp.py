@@ -41,6 +41,10 @@ class MultiTokenPrediction(DraftConfig):
         return MtpConfig.like(target)
 
     @override
+    def num_modules(self, model: ModelConfig) -> int:
+        return model.num_layers
+
+    @override
     def step_model(self, drafter: ModelConfig) -> ModelConfig:
         return drafter.layers(0, 1)
 

@@ -199,4 +199,5 @@ class StatesDraft(ModelDraft):
     @property
     @override
     def cache_bytes(self) -> int:
-        return self.entries.num_bytes + self.cache.num_bytes
+        of_caches = self.entries.num_bytes + self.cache.num_bytes
+        return of_caches + self.heard_BWE.nbytes + self.last_BKE.nbytes

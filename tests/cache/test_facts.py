@@ -8,7 +8,8 @@ import torch
 from magicdec.architectures.model_config import ModelConfig
 from magicdec.cache.quantized import Quantized, QuantizedCache
 from magicdec.config.choices import CacheSpec, ModelChoice
-from magicdec.config.registry import POLICIES
+from magicdec.config.registry import DRAFTS, POLICIES
+from magicdec.conformance.examine import wrong_bytes
 from magicdec.costmodel.hardware import hardware_named
 from magicdec.costmodel.memory_estimate import memory
 from magicdec.costmodel.round import Setup
@@ -94,3 +95,12 @@ def test_codes_take_what_is_predicted_whatever_their_groups(bits, group_size):
     cache = QuantizedCache.build(spec, TARGET, ROWS, torch.float32, "meta", whole)
     predicted = ROWS * spec.stored_bytes(TARGET, 4, shares_target=True)
     assert predicted == pytest.approx(cache.num_bytes, rel=1e-12)
+
+
+LISTENING = [name for name in DRAFTS if DRAFTS[name].facts.listens]
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "h2o", "streaming"])
+@pytest.mark.parametrize("draft", LISTENING)
+def test_hidden_states_that_a_draft_keeps_of_the_prompts_are_declared(draft, policy):
+    assert list(wrong_bytes(draft, policy, {})) == []
