@@ -41,6 +41,10 @@ class VerifyGuided(CacheConfig):
     def rounds_per_selection(self) -> int:
         return self.refresh
 
+    @override
+    def observed(self, spec: CacheSpec) -> int:
+        return self.observation_window
+
     def window(self, spec: CacheSpec) -> int:
         """Return the recent tokens that are always read."""
         return min(spec.num_recent(self.budget // 4), spec.kept)
@@ -74,7 +78,7 @@ class VerifyGuidedCache(DynamicCache):
     @override
     def set_up(self) -> None:
         super().set_up()
-        self.observes = self.settings.observation_window
+        self.observes = self.settings.observed(self.spec)
         refresh = self.settings.refresh
         self.phases = (1,) if refresh == 1 else (1, refresh - 1)
         self.window = self.settings.window(self.spec)

@@ -172,6 +172,11 @@ def watch_cache(cache: DraftCache) -> None:
             f"selects: it observes {cache.observes} tokens, but its fact `selects` is never:"
             " nothing would be timed"
         )
+    if cache.observes != (declared := cache.settings.observed(cache.spec)):
+        raise Broken(
+            f"observed: returns {declared} of {cache.observes} tokens that it observes: the memory"
+            " of drafts that keep their hidden states would be wrong"
+        )
     if isinstance(cache, CompactCache):
         _watch_selection(cache)
     attend = cache.attend

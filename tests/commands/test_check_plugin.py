@@ -155,6 +155,12 @@ def test_what_is_wrong_is_found(check, monkeypatch, source, wrong, by, line):
             "its fact `selects` is never",
         ),
         (
+            POLICY.replace("compact = True", 'compact = True\n    selects = "prefill"'),
+            "    settings: Strided\n",
+            "    settings: Strided\n    observes = 8\n",
+            "observed: returns 0 of 8 tokens",
+        ),
+        (
             LATEST,
             "return slot_BN[",
             "slot_BN[:, -1] += 40\n        return slot_BN[",
