@@ -112,7 +112,7 @@ class Slots:
         """Give the prefilled request a slot."""
         self._lengths[slot], self._left[slot] = self._next
 
-    def release(self, slot: int) -> None:
+    def release(self, slot: int, failed: bool = False) -> None:
         """Free a slot."""
         self._lengths.pop(slot, None)
         self._left.pop(slot, None)

@@ -419,7 +419,7 @@ def test_a_prediction_is_that_of_the_command_line(tmp_path):
         "budget": 512,
         "batch_size": 64,
         "context_len": 32000,
-        "alpha": 0.8,
+        "alpha": 0.85,
         "gammas": [2, 3],
     }
     prediction = magicdec.predict("llama-3.1-8b", "8xa100", **arguments)
@@ -432,7 +432,7 @@ def test_a_prediction_is_that_of_the_command_line(tmp_path):
     ]
     typed += [
         "batch.context_len=32000",
-        "scenario.alpha=0.8",
+        "scenario.alpha=0.85",
         "scenario.gammas=[2,3]",
         "wandb.mode=disabled",
     ]

@@ -99,7 +99,10 @@ def in_subprocess(*arguments, program=(str(ROOT / "launch.py"),), **env):
         (["+draft.gamma=1"], r"draft.gamma is there already: leave out the \+"),
         (["sweeps=gamma_x_budget"], r"sweeps=gamma_x_budget: write -m \+sweeps=gamma_x_budget"),
         (["batch.context_len=long"], r"batch.context_len=long: must be a whole number"),
-        (["batch.size=1.5"], r"batch.size=1.5: must be auto or at least 1"),
+        (
+            ["batch.size=1.5"],
+            r"batch.size=1.5: must be auto or a whole number from 1 to 2,147,483,647",
+        ),
         (["data.save_prompts=maybe"], r"data.save_prompts=maybe: must be true or false"),
         (["wandb.tags=a"], r"wandb.tags=a: must be a list, as in \[a,b\]"),
         (["runs_dir=null"], r"runs_dir=null: must have a value"),

@@ -249,7 +249,7 @@ class DraftConfig:
 
     name: str = "none"
     gamma: Annotated[
-        Literal["auto"] | GammaOr0, must(f"must be auto or at least 1, at most {MOST_GAMMA:,}")
+        Literal["auto"] | GammaOr0, must(f"must be auto or a whole number from 1 to {MOST_GAMMA:,}")
     ] = 0
     synthetic_acceptance: Drawn | None = None
     acceptance: str | None = None

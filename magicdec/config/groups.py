@@ -31,7 +31,7 @@ Figure = Annotated[float, Field(gt=0), within(1e-9, 1e12)]
 # Of a datasheet: less is no machine.
 Achieved = Annotated[Fraction, within(1e-6, 1)]
 AutoOrCount = Annotated[
-    Literal["auto"] | Count, must(f"must be auto or at least 1, at most {LARGEST:,}")
+    Literal["auto"] | Count, must(f"must be auto or a whole number from 1 to {LARGEST:,}")
 ]
 
 

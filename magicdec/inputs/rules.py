@@ -110,9 +110,9 @@ Drawn = Annotated[
     Annotated[float, Field(ge=0)] | Annotated[list[Share], Field(min_length=1)],
     must("must be a probability, a mean length above 1, or a list of probabilities by position"),
 ]
-Counts = Annotated[list[Count], must(f"must hold numbers of at least 1, at most {LARGEST:,}")]
+Counts = Annotated[list[Count], must(f"must hold whole numbers from 1 to {LARGEST:,}")]
 Gammas = Annotated[
-    Annotated[list[Gamma], must(f"must hold numbers of at least 1, at most {MOST_GAMMA:,}")],
+    Annotated[list[Gamma], must(f"must hold whole numbers from 1 to {MOST_GAMMA:,}")],
     Field(min_length=1),
 ]
 

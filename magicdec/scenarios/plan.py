@@ -136,7 +136,8 @@ def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
     view: list[RenderableType] = [_view(ranking)]
     if alpha is not None:
         batches = scenario.batch_sizes or _drafting_batches(ranking) or [setup.batch]
-        view.append(_by_alpha(setup, batches, scenario.gammas, alpha.alpha))
+        new = workload.generate_len
+        view.append(_by_alpha(setup, batches, scenario.gammas, alpha.alpha, new))
     served = _served(ranking, workload)
     view.append(_verdict(served, ranking))
     if scenario.save_as is not None:
@@ -220,7 +221,9 @@ def _drafting_batches(ranking: Ranking) -> list[int]:
     return sorted({candidate.setup.batch for candidate in ranking.ranked if candidate.prediction})
 
 
-def _by_alpha(setup: Setup, batches: Sequence[int], gammas: Sequence[int], alpha: float) -> Table:
+def _by_alpha(
+    setup: Setup, batches: Sequence[int], gammas: Sequence[int], alpha: float, generate_len: int
+) -> Table:
     """Return the best gamma and its speedup per row, by batch and alpha."""
     alphas = sorted({*ALPHAS, round(alpha, 2)})
     columns = ("batch", *(f"alpha {alpha:g}" for alpha in alphas))
@@ -230,7 +233,9 @@ def _by_alpha(setup: Setup, batches: Sequence[int], gammas: Sequence[int], alpha
     )
     for batch in batches:
         at_batch = setup.at(batch=batch)
-        best = [predict(at_batch, gammas, alpha).best for alpha in alphas]
+        best = [
+            predict(at_batch, gammas, alpha, generate_len=generate_len).best for alpha in alphas
+        ]
         cells = [f"{round_.gamma}: {round_.speedup:.2f}x" for round_ in best]
         table.add_row(str(batch), *cells)
     return table

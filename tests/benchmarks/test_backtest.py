@@ -182,9 +182,6 @@ def test_a_constant_has_half_the_balanced_accuracy():
 
 def test_texts_name_the_scores_on_rows_that_can_refute():
     score = backtest.read_csv(RESULTS / "refutation-scores.csv")[0]
-    claim = (
-        f"On {score['rows']} that were chosen to be harder (losses, large batches, long contexts)"
-        " it is"
-    )
+    claim = f"On {score['rows']} harder ones (losses, large batches, long contexts) it is"
     for text in (ROOT / "README.md", ROOT / "docs/cost-model.md"):
         assert f"{claim} {score['error']:.0%}" in " ".join(text.read_text(encoding="utf-8").split())

@@ -291,10 +291,7 @@ def test_the_first_run_needs_no_warning():
 
 # What is said of the last key of each mistake, and the mistakes.
 RULES = {
-    "must be auto or at least 1": (
-        "batch.size=0 | batch.size=many | batch.prefill_chunk=0 | draft.gamma=0"
-        " | draft.gamma=-1 | draft.gamma=best | scenario.repeats=many"
-    ),
+    "must be auto or at least 1": "draft.gamma=0",
     "must be a percentage, as in 2%": "scenario.precision=2 % | scenario.precision=2.0",
     "must be at least 0": "cache.num_sink=-1 | data.seed=-1",
     "must be at least 1": "batch.context_len=-1 | batch.num_batches=0 | sampling.top_k=0",
@@ -307,8 +304,13 @@ RULES = {
         "hardware.tflops=1e-300 | hardware.bandwidth_gbs=1e+308"
         " | scenario.name=serve; scenario.slo_most=1e-10"
     ),
-    "must be auto or at least 1, at most 1,024": "draft.gamma=1025 | draft.gamma=1000000000",
-    "must be auto or at least 1, at most 2,147,483,647": "batch.size=2147483648",
+    "must be auto or a whole number from 1 to 1,024": (
+        "draft.gamma=-1 | draft.gamma=best | draft.gamma=1025 | draft.gamma=1000000000"
+    ),
+    "must be auto or a whole number from 1 to 2,147,483,647": (
+        "batch.size=0 | batch.size=many | batch.size=2147483648 | batch.prefill_chunk=0"
+        " | scenario.repeats=many"
+    ),
     "must be at most 2,147,483,647": (
         "cache.budget=2147483648 | cache.num_sink=2147483648 | batch.context_len=2147483648"
         " | cache.policy=quantized; cache.group_size=1000000000000000000"
@@ -349,10 +351,10 @@ RULES = {
     ),
     "must hold numbers above 0": "scenario.name=serve; scenario.rates=[0.0]",
     "must hold numbers above 0 and at most 1": "scenario.name=serve; scenario.length_shares=[1.5]",
-    "must hold numbers of at least 1, at most 1,024": (
+    "must hold whole numbers from 1 to 1,024": (
         "scenario.name=predict; scenario.gammas=[2, 0] | scenario.name=plan; scenario.gammas=[1025]"
     ),
-    "must hold numbers of at least 1, at most 2,147,483,647": (
+    "must hold whole numbers from 1 to 2,147,483,647": (
         "scenario.name=serve; scenario.concurrencies=[2, 0]"
     ),
     "scenario=serve needs at least one of them, or of scenario.rates or replays": (

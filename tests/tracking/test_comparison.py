@@ -143,12 +143,12 @@ def write_pair(folder, slowness, metrics, accepted=((1, 2, 0, 2), (1, 2, 0, 2)))
         (
             CALM,
             (
-                "speedup: changes by -2.2% to +2.3%, within noise; 100 more repeats of both would"
+                "speedup: changes by -2.5% to +2.6%, within noise; 100 more repeats of both would"
                 " not tell"
             ),
         ),
-        ((1.5, 1.51, 1.52), "speedup: changes by -34.5% to -31.7%, more than noise"),
-        ((1.01, 1.06, 1.07), "within noise; about 3 more repeats of both would tell"),
+        ((1.5, 1.51, 1.52), "speedup: changes by -34.7% to -31.5%, more than noise"),
+        ((1.01, 1.06, 1.07), "within noise; about 2 more repeats of both would tell"),
     ],
 )
 def test_a_change_within_noise_is_called_that(compare, tmp_path, slowness, told):
