@@ -12,6 +12,7 @@ from pathlib import Path
 import pandas
 import torch
 from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
 
 import magicdec
 from magicdec.config.omega import omega
@@ -99,7 +100,17 @@ def where_it_pays(figure: Figure) -> None:
             text, color = f"{value:.2f}", "white" if abs(value - 1) > 0.55 else "black"
             if isnan(value):
                 text, color = "no memory", "gray"
-            axes.text(column, row, text, ha="center", va="center", fontsize=8, color=color)
+            halo = [withStroke(linewidth=3, foreground="white")] if color == "black" else []
+            axes.text(
+                column,
+                row,
+                text,
+                ha="center",
+                va="center",
+                fontsize=8,
+                color=color,
+                path_effects=halo,  # the line of 1x passes behind numbers
+            )
     axes.contour(speedups, levels=[1.0], colors="black", linewidths=1.5)
     critical = predicted(64, 32000).critical_context
     axes.set_xticks(range(len(CONTEXTS)), LABELS)
@@ -108,7 +119,7 @@ def where_it_pays(figure: Figure) -> None:
     if critical:
         at = torch.tensor(critical / CONTEXTS[0]).log2().item()
         axes.axvline(at, color="black", ls=":", lw=1.5)
-        axes.text(at + 0.05, 0.45, f"S* = {round(critical, -2):,}", fontsize=9)
+        axes.text(at + 0.1, 0.45, f"S* = {round(critical, -2):,}", fontsize=9)
     figure.colorbar(image, label="speedup")
 
 
