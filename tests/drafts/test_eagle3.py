@@ -121,9 +121,10 @@ def test_the_prefill_of_the_head_counts_towards_the_speculative_one():
 def test_its_memory_is_that_of_all_entries_and_of_the_selected_ones():
     batch = opened(TARGET, policy="streaming", generate_len=24)
     per_slot = 2 * TARGET.config.num_kv_heads * TARGET.config.head_dim * 4
-    assert batch.draft.cache_bytes == 3 * per_slot * (max(LENGTHS) + 24 + 4) + 3 * per_slot * (
-        24 + 4
-    )
+    num_slots = (max(LENGTHS) + 24 + 4) + (24 + 4)
+    # The target's states of the prompt's last two tokens, and a place for those of all others.
+    states = 3 * TARGET.config.hidden_size * 4
+    assert batch.draft.cache_bytes == 3 * (num_slots * per_slot + states)
 
 
 def test_a_head_of_another_target_is_refused():

@@ -523,7 +523,7 @@ def test_it_listens_on_loopback_unless_told_otherwise(monkeypatch, capsys):
             "sampling.temperature=0.7 has no effect: each request names its own sampling",
         ),
         ("data=repeat", "data=repeat has no effect: requests bring their own prompts; leave it"),
-        ("batch.size=0", "batch.size=0: must be auto or at least 1"),
+        ("batch.size=0", "batch.size=0: must be auto or a whole number from 1 to 2,147,483,647"),
     ):
         assert serve.main([mistake]) == 2
         error = capsys.readouterr().err.strip().splitlines()[-1]
