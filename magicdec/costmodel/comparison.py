@@ -11,7 +11,7 @@ from magicdec.config.omega import omega
 from magicdec.config.options import values_of
 from magicdec.costmodel.acceptance import Curves, published_points
 from magicdec.costmodel.kernel_costs import KernelCosts
-from magicdec.costmodel.prediction import predict
+from magicdec.costmodel.prediction import predict, predict_generation
 from magicdec.costmodel.round import Setup, prefill_s, round_times
 from magicdec.costmodel.tables import Row, first_version, read_table
 from magicdec.costmodel.targets import architecture
@@ -38,12 +38,16 @@ PERFECT = Efficiency(
 
 
 def warning(
-    setup: Setup, gammas: Sequence[int], curves: Curves, alpha: float | None = None
+    prompts: Setup,
+    gammas: Sequence[int],
+    curves: Curves,
+    alpha: float | None = None,
+    generate_len: int = 0,
 ) -> str | None:
     """Return a warning if a run is predicted below 1x at its best gamma, or never to pay; else
     None.
     """
-    prediction = predict(setup, gammas, alpha, curves)
+    prediction = predict_generation(prompts, gammas, alpha, curves, generate_len)
     best = prediction.best
     pays = best.break_even_alpha is not None if best.speedup is None else best.speedup >= 1.0
     return None if pays else verdict(prediction)

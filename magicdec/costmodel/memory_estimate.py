@@ -46,17 +46,10 @@ class Memory:
         return self.total + self.captured
 
 
-def memory(
-    setup: Setup,
-    gamma: int,
-    generate_len: int = 0,
-    gammas: Collection[int] = (),
-    chunk: int | None = None,
-) -> Memory:
+def memory(setup: Setup, gamma: int, generate_len: int = 0, gammas: Collection[int] = ()) -> Memory:
     """Return the memory while `generate_len` tokens are generated with at most `gamma` proposals a
     round. `gammas` are those whose recurrent states are held at the same time; empty: `gamma`
-    alone. `chunk` is the number of tokens that a pass of the prefill takes; None: as many as a
-    round.
+    alone.
     """
     draft, rows = setup.draft, setup.batch
     size = setup.element_bytes
@@ -74,7 +67,8 @@ def memory(
         draft_kv += rows * spec.stored_bytes(model, size, shares_target)
         if spec.cache is setup.cache:
             draft_kv += rows * draft.heard_bytes(spec, model, gamma, size)
-        transient += 0.0 if shares_target else rows * _prefill_bytes(spec, model, size, chunk)
+        if not shares_target:
+            transient += rows * _prefill_bytes(spec, model, size, setup.prefill_chunk)
     return Memory(
         target_weights=setup.target.stored_weight_bytes(setup.weight_bytes) / setup.ranks,
         target_kv=rows * target.kept_bytes(length + gamma + draft.extra_tokens + 1, size),
@@ -116,9 +110,7 @@ def _draft_caches(
         yield CacheSpec(cache, slots - 1, max_len, is_longer), model, shares
 
 
-def _prefill_bytes(
-    spec: CacheSpec, model: ModelConfig, element_bytes: float, chunk: int | None
-) -> float:
+def _prefill_bytes(spec: CacheSpec, model: ModelConfig, element_bytes: float, chunk: int) -> float:
     """Return the bytes that an independent draft holds during prefill in addition to its cache.
 
     A policy that bounds positions prefills through another cache of its own kind, with room for a
@@ -127,7 +119,6 @@ def _prefill_bytes(
     if not spec.cache.compact:
         return 0.0
     if spec.cache.bounds_positions:
-        chunk = chunk or spec.gamma + 1
         if spec.in_cache_positions:
             chunk = min(chunk, model.max_position_embeddings - spec.cache.budget)
         with_chunk = replace(spec, gamma=chunk - 1)

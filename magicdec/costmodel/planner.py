@@ -13,7 +13,7 @@ from magicdec.config.choices import CacheConfig, DraftConfig
 from magicdec.config.registry import DRAFTS, POLICIES
 from magicdec.costmodel.acceptance import AlphaEstimate, Curves, is_same
 from magicdec.costmodel.memory_estimate import Memory, memory
-from magicdec.costmodel.prediction import GAMMAS, Prediction, predict
+from magicdec.costmodel.prediction import GAMMAS, Prediction, halfway, predict_generation
 from magicdec.costmodel.round import Setup, prefill_s
 from magicdec.errors import UserError
 
@@ -111,15 +111,11 @@ class _Conditions:
 
     def tried(self, prompts: Setup, speculates: bool) -> _Tried:
         """Return the prediction of a setup of prompts, or of its autoregressive decoding."""
-        middle = halfway(prompts, self.generate_len)
+        new = self.generate_len
         if not speculates:
-            return _Tried(middle, None, memory(prompts, 1, self.generate_len))
-        known = self.alpha
-        if known is None:  # acceptances are known by the length of prompts
-            known = self.curves.estimate(prompts, self.generate_len)
-        prediction = predict(middle, self.gammas, known, generate_len=self.generate_len)
-        held = memory(prompts, prediction.best.gamma, self.generate_len)
-        return _Tried(middle, prediction, held)
+            return _Tried(halfway(prompts, new), None, memory(prompts, 1, new))
+        prediction = predict_generation(prompts, self.gammas, self.alpha, self.curves, new)
+        return _Tried(prediction.setup, prediction, prediction.memory)
 
     def largest_batch(self, prompts: Setup, speculates: bool) -> int:
         """Return the most rows, up to those of `prompts`, within the memory and the latency bound;
@@ -136,13 +132,6 @@ class _Conditions:
             else:
                 excessive = batch
         return fitting
-
-
-def halfway(setup: Setup, generate_len: int) -> Setup:
-    """Return a setup of prompts in the middle of their generation: there a step takes as long as on
-    average, because its time is linear in the context.
-    """
-    return setup.at(context=setup.context + generate_len // 2)
 
 
 def search(
@@ -238,9 +227,8 @@ class Workload:
     def context_len(self) -> int:
         """Return the mean context of a decoding step, which is linear in the context."""
         tokens = sum(output for _, output in self.lengths)
-        return round(
-            sum(output * (prompt + output / 2) for prompt, output in self.lengths) / tokens
-        )
+        # Down, as `halfway` goes: `prompt_len` is then the prompt of a single pair.
+        return int(sum(output * (prompt + output / 2) for prompt, output in self.lengths) / tokens)
 
     @property
     def prompt_len(self) -> int:

@@ -4,7 +4,7 @@ Without an alpha there is no speedup, only the alpha at which speculation breaks
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from typing_extensions import override
@@ -85,6 +85,7 @@ class Prediction:
     generate_len: int
     batches: tuple[int, int]
     known_budgets: tuple[int, ...] = ()  # where there is no estimate: the budgets that have one
+    prompts: Setup | None = None  # where the generation begins; None: at `setup`
 
     @override
     def __repr__(self) -> str:
@@ -156,7 +157,7 @@ class Prediction:
     @cached_property
     def memory(self) -> Memory:
         """Return the bytes that the fullest GPU holds, at the best gamma."""
-        return memory(self.setup, self.best.gamma, self.generate_len)
+        return memory(self.prompts or self.setup, self.best.gamma, self.generate_len)
 
     @property
     def fits(self) -> bool:
@@ -238,6 +239,31 @@ def predict(
         AtGamma(round_times(setup, gamma), given, proposes, generate_len) for gamma in gammas
     )
     return Prediction(setup, estimate, by_gamma, generate_len, batches, budgets)
+
+
+def halfway(setup: Setup, generate_len: int) -> Setup:
+    """Return a setup of prompts in the middle of their generation: there a step takes as long as on
+    average, because its time is linear in the context.
+    """
+    return setup.at(context=setup.context + generate_len // 2)
+
+
+def predict_generation(
+    prompts: Setup,
+    gammas: Sequence[int],
+    alpha: float | AlphaEstimate | None,
+    curves: Curves,
+    generate_len: int,
+) -> Prediction:
+    """Return the prediction of a whole generation: times in its middle, memory at its end, and an
+    acceptance that is looked up by the length of the prompts, unless `alpha` is given.
+    """
+    estimate = AlphaEstimate(alpha, "given") if isinstance(alpha, float | int) else alpha
+    if estimate is None:
+        estimate = curves.estimate(prompts, generate_len)
+    middle = halfway(prompts, generate_len)
+    prediction = predict(middle, gammas, estimate, generate_len=generate_len)
+    return replace(prediction, prompts=prompts)
 
 
 def critical_context(setup: Setup, gamma: int, batches: tuple[int, int] = BATCHES) -> int | None:

@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
 from magicdec.costmodel.acceptance import Curves
-from magicdec.costmodel.prediction import predict
+from magicdec.costmodel.prediction import predict_generation
 from magicdec.costmodel.round import Setup
 from magicdec.errors import UserError
 
@@ -93,7 +93,7 @@ class Schedule:
 
 
 def predicted_cells(
-    setup: Setup,
+    prompts: Setup,
     max_batch: int,
     contexts: Iterable[int],
     gammas: Sequence[int],
@@ -102,7 +102,8 @@ def predicted_cells(
     generate_len: int,
     least_gamma: int = 0,
 ) -> Iterator[Cell]:
-    """Predict every batch up to `max_batch` at every context, as far as it fits into memory.
+    """Predict every batch up to `max_batch` at every context of prompts, as far as it fits into
+    memory.
 
     A schedule may choose among `gammas` and, with a `least_gamma` of 0, not to speculate. `alpha`
     is given, or known at that context (Curves). Raise UserError where it is neither, or where
@@ -110,11 +111,11 @@ def predicted_cells(
     """
     for context in sorted(contexts):
         for batch in batches_up_to(max_batch):
-            at = setup.at(batch=batch, context=context)
-            prediction = predict(at, gammas, alpha, curves, generate_len)
+            at = prompts.at(batch=batch, context=context)
+            prediction = predict_generation(at, gammas, alpha, curves, generate_len)
             if prediction.estimate is None:
                 raise UserError(
-                    f"scenario.alpha=null: no acceptance is known for {setup.draft_title} at a"
+                    f"scenario.alpha=null: no acceptance is known for {prompts.draft_title} at a"
                     f" context of {context} tokens; give one"
                 )
             if prediction.fits:

@@ -18,7 +18,8 @@ BOUND_BY = {
 def verdict(prediction: Prediction) -> str:
     """Return what to expect, and why, in plain words."""
     setup, best = prediction.setup, prediction.best
-    where = f"at batch {setup.batch}, context {setup.context:,}"
+    context = (prediction.prompts or setup).context
+    where = f"at batch {setup.batch}, context {context:,}"
     limit = _critical_context(prediction)
     if best.speedup is None:
         breaks_even = best.break_even_alpha

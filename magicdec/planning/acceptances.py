@@ -74,7 +74,8 @@ def warning(plan: Plan) -> str | None:
         return None
     # Runs in the store would take long to read.
     rates = Curves(acceptance.published_points(), acceptance.task_of(config))
-    return comparison.warning(setup, config.gammas, rates, config.draft.drawn_alpha)
+    alpha, generate_len = config.draft.drawn_alpha, config.batch.generate_len
+    return comparison.warning(setup, config.gammas, rates, alpha, generate_len)
 
 
 def assumed_alpha(config: Config, scenario: Assumed) -> AlphaEstimate | None:

@@ -7,8 +7,7 @@ from typing import Any
 
 from magicdec.config.registry import DRAFTS
 from magicdec.config.scenario_settings import Compare
-from magicdec.costmodel.planner import halfway
-from magicdec.costmodel.prediction import predict
+from magicdec.costmodel.prediction import halfway, predict_generation
 from magicdec.costmodel.round import Setup, prefill_s
 from magicdec.errors import UserError
 from magicdec.planning.acceptances import curves
@@ -59,10 +58,10 @@ def predicted_seconds(plan: Plan) -> tuple[float, float]:
     if not config.speculates:  # ngram reads no more than the target
         plan = replace(plan, config=replace(config, draft=DRAFTS["ngram"].facts()))
     batch, scenario = config.batch, config.settings(Compare)
-    setup = setup_of(plan, *measured_rates(plan))
-    setup = halfway(setup, batch.generate_len)
+    prompts = setup_of(plan, *measured_rates(plan))
+    setup = halfway(prompts, batch.generate_len)
     plain = batch.generate_len * setup.target_time.total
-    fast = plain / _speedup_wall(plan, setup) if config.speculates else 0.0
+    fast = plain / _speedup_wall(plan, prompts) if config.speculates else 0.0
     repeats = 5 if scenario.repeats == "auto" else scenario.repeats
     models = [(setup.target, setup.ranks)]
     if config.speculates and setup.draft.own_model is not None:
@@ -75,9 +74,9 @@ def predicted_seconds(plan: Plan) -> tuple[float, float]:
     return batch.num_batches * prefill, batch.num_batches * repeats * (plain + fast)
 
 
-def _speedup_wall(plan: Plan, setup: Setup) -> float:
+def _speedup_wall(plan: Plan, prompts: Setup) -> float:
     """Return the speedup of a whole batch at the best gamma; 1 where no acceptance is known."""
     config = plan.config
-    alpha = config.draft.drawn_alpha
-    prediction = predict(setup, config.gammas, alpha, curves(config), config.batch.generate_len)
+    alpha, generate_len = config.draft.drawn_alpha, config.batch.generate_len
+    prediction = predict_generation(prompts, config.gammas, alpha, curves(config), generate_len)
     return prediction.speedup_wall(prediction.best) or 1.0

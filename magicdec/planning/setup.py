@@ -18,7 +18,6 @@ from magicdec.costmodel.stacks import OWN_STACK
 from magicdec.errors import UserError
 from magicdec.measure.ceilings import matmul_rate, read_bandwidth
 from magicdec.planning.recorded_routing import routing_of
-from magicdec.planning.resolve import CHUNK
 from magicdec.planning.resolved import Plan
 
 
@@ -94,9 +93,7 @@ def held(plan: Plan, num_rows: int, context_len: int) -> Memory:
     recurrence = plan.target.config.recurrence
     keeps_all = not plan.predicts and recurrence is not None and recurrence.rollback == "keep"
     gammas = config.gammas if keeps_all else ()
-    given = config.batch.prefill_chunk
-    chunk = CHUNK if given == "auto" else given  # a prediction resolves none
-    return memory(setup, max(config.gammas), config.batch.generate_len, gammas, chunk)
+    return memory(setup, max(config.gammas), config.batch.generate_len, gammas)
 
 
 def _setup(plan: Plan, hardware: Hardware, draft: DraftConfig) -> Setup:

@@ -25,17 +25,19 @@ FOLDER = Path("schedules")  # of the working directory
 
 
 def predicted_schedule(
-    setup: Setup, scenario: Search, alpha: float | None, curves: Curves, generate_len: int
+    prompts: Setup, scenario: Search, alpha: float | None, curves: Curves, generate_len: int
 ) -> Schedule:
-    """Predict the schedule of a setup's draft for the batches and contexts of a search."""
+    """Predict the schedule of a setup's draft for the batches and the prompts' lengths of a
+    search.
+    """
     assert scenario.schedule is not None
     form = FORMS[scenario.schedule]
-    form.method(setup)  # refuses a draft that the engine does not have
-    most = max(scenario.batch_sizes or [setup.batch])
-    contexts = scenario.context_lens or [setup.context]
+    form.method(prompts)  # refuses a draft that the engine does not have
+    most = max(scenario.batch_sizes or [prompts.batch])
+    contexts = scenario.context_lens or [prompts.context]
     cells = list(
         predicted_cells(
-            setup,
+            prompts,
             most,
             contexts,
             scenario.gammas,

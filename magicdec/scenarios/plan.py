@@ -116,7 +116,7 @@ def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
     setup = setup.at(context=workload.context_len)
     if scenario.schedule is not None:
         given = None if alpha is None else alpha.alpha
-        schedule = predicted_schedule(setup, scenario, given, acceptances, workload.generate_len)
+        schedule = predicted_schedule(prompts, scenario, given, acceptances, workload.generate_len)
         return outcome(schedule, setup, scenario, command)
     ranking = search(
         prompts,

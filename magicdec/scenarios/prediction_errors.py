@@ -8,7 +8,7 @@ from typing import Any
 
 from magicdec.costmodel.acceptance import task_of
 from magicdec.costmodel.comparison import limit_metrics, predicted_metrics, published
-from magicdec.costmodel.planner import halfway
+from magicdec.costmodel.prediction import halfway
 from magicdec.costmodel.speedup import batch_speedup, round_time
 from magicdec.costmodel.speedup import speedup as formula_speedup
 from magicdec.errors import UserError

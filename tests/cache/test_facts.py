@@ -83,7 +83,7 @@ def test_what_a_prefill_holds_is_predicted(policy, chunk):
         prefilled = cache.for_prefill(chunk)
         held = allocations.live
     assert prefilled is not None
-    predicted = memory(setup, GAMMA, NEW_TOKENS, chunk=chunk).transient
+    predicted = memory(setup.at(prefill_chunk=chunk), GAMMA, NEW_TOKENS).transient
     assert 0 <= held - predicted <= ROWS * SMALLER.num_layers * LENGTHS
 
 

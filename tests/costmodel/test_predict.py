@@ -14,10 +14,12 @@ from magicdec.config.choices import ModelChoice
 from magicdec.config.groups import HardwareConfig
 from magicdec.config.options import values_of
 from magicdec.costmodel.acceptance import AlphaEstimate, Curves, Point, published_points
+from magicdec.costmodel.comparison import warning
 from magicdec.costmodel.hardware import hardware_named
+from magicdec.costmodel.memory_estimate import memory
 from magicdec.costmodel.planned_experiment import experiment_yaml
-from magicdec.costmodel.planner import search
-from magicdec.costmodel.prediction import critical_context, predict
+from magicdec.costmodel.planner import Workload, search
+from magicdec.costmodel.prediction import critical_context, predict, predict_generation
 from magicdec.costmodel.verdict_words import verdict
 from magicdec.drafts.model import IndependentModel
 from magicdec.drafts.ngram import PromptLookup
@@ -332,6 +334,28 @@ def test_a_plan_that_fills_the_memory_has_the_most_rows_of_each_configuration(se
         assert filled.ranked[0].setup.batch < without, "a draft's cache takes memory"
         fixed = search(at, Curves(published_points()), (without,), **ask)
         assert filled.ranked[0].tokens_per_second > 1.5 * fixed.ranked[0].tokens_per_second
+
+
+@pytest.mark.parametrize(("prompt", "output"), [(32001, 129), (1001, 65), (7, 3), (4000, 64)])
+def test_a_workload_of_one_pair_has_its_prompt(prompt, output):
+    workload = Workload([(prompt, output)])
+    assert (workload.prompt_len, workload.generate_len) == (prompt, output)
+
+
+def test_a_generation_is_timed_in_its_middle_and_held_and_looked_up_by_its_prompts(setup):
+    at, curves = setup(context=32_000, budget=512), Curves(published_points())
+    found = predict_generation(at, (2, 3), None, curves, 8_000)
+    assert found.setup.context == 36_000
+    assert found.memory == memory(at, found.best.gamma, 8_000)
+    assert found.estimate == curves.estimate(at, 8_000)
+
+
+def test_the_warning_before_a_run_counts_the_last_round_as_the_prediction_of_the_run_does(setup):
+    """An alpha that pays if outputs are long, and does not for 32 tokens."""
+    at = setup(context=8000)
+    alpha = predict(at, (4,)).best.break_even_alpha + 0.005
+    assert warning(at, (4,), Curves([]), alpha) is None
+    assert "does not pay" in warning(at, (4,), Curves([]), alpha, 32)
 
 
 def test_what_fits_at_no_batch_is_named(setup, model):

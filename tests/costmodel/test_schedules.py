@@ -122,9 +122,8 @@ def test_each_batch_reaches_what_one_gamma_can(speeds, tolerance):
 def test_cells_are_predictions_as_far_as_memory_goes(setup):
     found = list(predicted_cells(setup, 300, [8000, 100_000], (1, 3), 0.8, Curves([]), 100))
     for cell in found[:: len(found) // 5]:
-        expected = predict(
-            setup.at(batch=cell.batch, context=cell.context), (1, 3), 0.8, generate_len=100
-        )
+        middle = setup.at(batch=cell.batch, context=cell.context + 50)
+        expected = predict(middle, (1, 3), 0.8, generate_len=100)
         assert cell.speedups == {0: 1.0} | {at.gamma: at.speedup for at in expected.by_gamma}
     assert max(cell.batch for cell in found if cell.context == 100_000) < 10, "80 GiB"
     with pytest.raises(

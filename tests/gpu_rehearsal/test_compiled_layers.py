@@ -197,8 +197,8 @@ def test_quantized_layers_move_what_the_cost_model_counts(quantization):
 
 @pytest.mark.slow
 def test_a_round_beside_its_layers_copies_no_tokens():
-    """Two kernels that look for infinite logits, three that commit, all in place; no operator is
-    left as it is.
+    """Three kernels that look for infinite logits up to the last accepted proposal (two sum the
+    logits of each position), three that commit, all in place; no operator is left as it is.
     """
     with fake_cuda():
         state = State([[0] * 32768] * 24, 96, 5, (2,), "cuda:0")
@@ -206,10 +206,10 @@ def test_a_round_beside_its_layers_copies_no_tokens():
         tokens = torch.empty(24, 5, dtype=torch.int64, device="cuda")
         accepted = torch.empty(24, dtype=torch.int64, device="cuda")
         with pretended_gpu():
-            inspecting = emitted(torch.compile(state.inspect), (logits, TARGET))
+            inspecting = emitted(torch.compile(state.inspect), (logits, TARGET, accepted))
             committing = emitted(torch.compile(state.commit), (Verdict(accepted, tokens),))
             tuners = autotuners(committing)
-    assert list(map(len, map(calls, (inspecting, committing)))) == [2, 3]
+    assert list(map(len, map(calls, (inspecting, committing)))) == [3, 3]
     assert all(call.endswith(".run") for call in calls(inspecting) + calls(committing))
     numels = [tuner.size_hints["x"] for tuner in tuners.values()]
     assert max(numels) < state.tokens_BS.shape[1]
