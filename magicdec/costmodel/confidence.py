@@ -64,10 +64,13 @@ class Confidence(NamedTuple):
 
     @override
     def __str__(self) -> str:
-        """Return both, for people: the share, as few sources leave the probability far from 1."""
+        """Return the share and the interval in words. The probability is left out: with few sources
+        it stays far from 1.
+        """
         interval = f"90% of such predictions: {self.low:.2f}x to {self.high:.2f}x per row"
         sources = f"{self.num_sources} source{'s' if self.num_sources > 1 else ''}"
-        return f"{self._in_measurements} of {sources}; {interval}"
+        alike = "" if self.share in (0, 1) else ", each of which counts alike"
+        return f"{self._in_measurements} of {sources}{alike}; {interval}"
 
     @property
     def _in_measurements(self) -> str:

@@ -39,13 +39,15 @@ class Estimate(NamedTuple):
     value: float
     # By how much the figure changes without each row; none if the rows are given.
     rows_N: Floats = NONE
-    # Their mean varies as `value` does: the figure of each repeat. None if it does not depend on
-    # time.
+    # The figure of each repeat, scaled so that the error of their mean is that of `value`; none if
+    # it does not depend on time.
     repeats_K: Floats = NONE
 
     @classmethod
     def of_median(cls, values_K: ArrayLike, rows_N: Floats = NONE) -> "Estimate":
-        """Return the log of the median over repeats, which is what a run reports."""
+        """Return the log of the median over repeats, which is what a run reports. The repeats are
+        scaled by `median_error`.
+        """
         values = np.asarray(values_K, dtype=np.float64)
         return cls(log(np.median(values)), rows_N, median_error(len(values)) * np.log(values))
 
@@ -77,7 +79,7 @@ def half_width(parts: Sequence[Part]) -> float:
 
 def median_error(count: int) -> float:
     """Return the standard error of the median of `count` normal errors over that of their mean:
-    within 1% for odd counts, up to 8% too large for even ones.
+    within 1% for odd counts, up to 8% too large for even ones from 4 on.
     """
     return sqrt(pi / 2 * count / (count + pi / 2 - 1))
 
