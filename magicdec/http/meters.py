@@ -11,7 +11,7 @@ from magicdec.serving.request import Stats
 
 
 class Meters:
-    """AcceptanceCounts and times of all requests."""
+    """Counts and times of all requests."""
 
     def __init__(self, engine: AsyncEngine):
         self._registry = CollectorRegistry()
