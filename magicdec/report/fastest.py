@@ -61,6 +61,7 @@ IN_A_SENTENCE = {
         f"; an interval needs at least {MIN_ROWS} rows and {MIN_REPEATS} repeats (scenario.repeats)"
     ),
 }
+MEASURED_ONCE = "; a level is measured once, without an interval"
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,7 @@ class Answer:
             self.places,
             key=lambda place: (
                 _trust(place.best),
-                place.verdict != UNKNOWN,
+                interval(place.best, self.key) is not None,
                 place.best[self.key],
             ),
         )
@@ -173,6 +174,8 @@ class Answer:
         best = self._name(place.best)
         figure = place.figure()
         rest = IN_A_SENTENCE[place.verdict]
+        if _is_measured_once(place.best):
+            rest += MEASURED_ONCE
         if reasons := noise(place.best):
             rest += f"; noisy: {', '.join(reasons)}"
         if place.noisy_above:
@@ -250,9 +253,11 @@ def answer(rows: Sequence[Row]) -> Answer | None:
 
 def verdict_of(row: Row, key: str) -> str:
     """Return whether speculation is faster by a measured speedup: what its interval says. Without
-    one nothing is known.
+    one nothing is known, except of a level of load, which never has one: it goes by its value.
     """
     ends = interval(row, key)
+    if ends is None and _is_measured_once(row):
+        return FASTER if row[key] > 1 else SLOWER
     if ends is None:
         return UNKNOWN
     if ends[0] > 1:
@@ -273,6 +278,11 @@ def _trust(row: Row) -> tuple[bool, bool]:
 def is_too_large(row: Row) -> bool:
     """Return whether a run was predicted not to fit in memory, and so was not measured."""
     return row.get("predicted/fits") is False and MEASURED not in row
+
+
+def _is_measured_once(row: Row) -> bool:
+    """Return whether a run is a level of load, which has no repeats."""
+    return row.get("scenario.name") == "serve" and "repeats" not in row
 
 
 def _is_slower(row: Row, best: Row, estimate: Estimate | None) -> bool:

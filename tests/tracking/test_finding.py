@@ -102,6 +102,23 @@ def test_a_speedup_without_an_interval_is_no_win_at_any_place(tmp_path):
     assert {context: str(text.style) for context, text in cells.items()} == {512: "", 4096: ""}
 
 
+def test_a_level_of_load_goes_by_its_value_and_is_said_to_have_no_interval():
+    """It is measured once: scenario=serve has no repeats."""
+    rows = [
+        {"id": str(level), "status": "done", "scenario.name": "serve", "load.concurrency": level}
+        | {"cache.budget": budget, "speedup": speedup}
+        for level, budget, speedup in ((1, 64, 1.2), (1, 128, 1.5), (8, 64, 0.7), (8, 128, 0.8))
+    ]
+    found = answer(rows)
+    assert [place.faster for place in found.places] == ["speculative", "autoregressive"]
+    once = "; a level is measured once, without an interval"
+    assert list(found.sentences())[:2] == [
+        f"load.concurrency=1: cache.budget=128 is the fastest, 1.50x per row{once}",
+        "load.concurrency=8: cache.budget=128 is the fastest, 0.80x per row; autoregressive"
+        f" decoding is faster{once}",
+    ]
+
+
 @pytest.mark.parametrize(("speedups", "colour"), [([1.5, 1.6, 1.7], "green"), ([0.5] * 3, "red")])
 def test_a_speedup_whose_interval_is_beyond_1_has_a_colour_in_the_table(tmp_path, speedups, colour):
     store(tmp_path, speedups)
