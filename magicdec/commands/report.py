@@ -146,6 +146,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--limit", metavar="N", type=int, default=50, help="lines on the terminal (50; 0: all)"
     )
+    _add_files(parser)
+    return parser
+
+
+def _add_files(parser: argparse.ArgumentParser) -> None:
+    """Add the options that name files to write."""
     parser.add_argument(
         "--csv", metavar="FILE", type=given_path, help="write the same lines with all their columns"
     )
@@ -167,4 +173,3 @@ def _parser() -> argparse.ArgumentParser:
         type=given_path,
         help="write a page with interactive plots of the runs",
     )
-    return parser
