@@ -3,7 +3,7 @@ as ours is.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -97,6 +97,16 @@ class AcceptanceCounts:
         return figures | {
             f"acceptance_rate/position_{i}": n / self.rounds for i, n in enumerate(self.accepted)
         }
+
+
+def sum_of_counts(counts: Iterable[AcceptanceCounts | None]) -> AcceptanceCounts | None:
+    """Return the counts of all answers; None if one does not tell them."""
+    total = AcceptanceCounts()
+    for of_answer in counts:
+        if of_answer is None:
+            return None
+        total += of_answer
+    return total
 
 
 @dataclass(frozen=True)

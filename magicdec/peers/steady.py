@@ -14,7 +14,7 @@ from typing import NamedTuple, cast
 
 from magicdec.measure.intervals import MIN_REPEATS, Estimate
 from magicdec.peers.answer import EndpointRequest
-from magicdec.peers.base import AcceptanceCounts
+from magicdec.peers.base import AcceptanceCounts, sum_of_counts
 from magicdec.peers.endpoint import Endpoint
 from magicdec.peers.lateness import Lateness
 from magicdec.serving.load_generator import Load, RequestSpec, under_load
@@ -87,9 +87,9 @@ def counts_of(requests: Sequence[EndpointRequest], of_server: AcceptanceCounts) 
     """Return the counts of speculation of answered requests: by their answers, or by the server's
     own counters meanwhile.
     """
-    counts = [request.counts for request in requests]
-    if counts and None not in counts:
-        return sum(cast(list[AcceptanceCounts], counts), AcceptanceCounts())
+    counts = sum_of_counts(request.counts for request in requests)
+    if requests and counts is not None:
+        return counts
     return of_server.completed(sum(request.num_tokens - 1 for request in requests))
 
 

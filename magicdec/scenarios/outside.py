@@ -44,7 +44,7 @@ from magicdec.scenarios.diagnosed import (
     with_limits,
 )
 from magicdec.scenarios.outcome import Outcome
-from magicdec.scenarios.outside_lines import MeasuredPoint, lines
+from magicdec.scenarios.outside_lines import AUTOREGRESSIVE, SPECULATIVE, MeasuredPoint, lines
 from magicdec.scenarios.peer import load
 from magicdec.scenarios.unit_folder import UnitFolder
 from magicdec.serving.request import Params
@@ -54,7 +54,6 @@ from magicdec.tracking.store import Run
 from magicdec.units import FREE, WAYS
 from magicdec.verification.sampling import Sampling
 
-AUTOREGRESSIVE, SPECULATIVE = WAYS
 FREE_ALPHA = 0.7  # with which a free draft is accepted where there is no other to compare with
 CLIENT_LATE = "cannot be judged: the client was late"
 PERIOD = 32  # tokens of a prompt that repeats, so that n-grams are found

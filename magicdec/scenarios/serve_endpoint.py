@@ -4,7 +4,7 @@ engine's own.
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,7 +19,7 @@ from magicdec.errors import to_stderr
 from magicdec.measure.contexts import context_acceptance
 from magicdec.measure.metrics import Metrics, by_category, short_acceptance
 from magicdec.peers.answer import EndpointFailed, EndpointRequest
-from magicdec.peers.base import AcceptanceCounts, Address, Servable
+from magicdec.peers.base import AcceptanceCounts, Address, Servable, sum_of_counts
 from magicdec.peers.endpoint import Endpoint, described
 from magicdec.peers.lateness import Lateness
 from magicdec.planning import build
@@ -217,7 +217,7 @@ def _lengths_in_words(unit: LevelUnit) -> str:
 
 def _reported_acceptance(unit: LevelUnit) -> tuple[AcceptanceCounts, str]:
     """Return the counts of speculation, and what reports them: the answers, /metrics or nothing."""
-    counts = _sum_of_counts(unit.answered)
+    counts = sum_of_counts(request.counts for request in unit.answered)
     if unit.answered and counts is not None:
         return counts, "usage"
     if unit.reported is None:
@@ -231,18 +231,8 @@ def _acceptance(unit: LevelUnit, rows: Sequence[int]) -> Metrics:
     tell it.
     """
     requests = [unit.requests[row] for row in rows]
-    counts = _sum_of_counts([request for request in requests if request.error is None])
+    counts = sum_of_counts(request.counts for request in requests if request.error is None)
     return {} if counts is None else short_acceptance(counts.metrics(0))
-
-
-def _sum_of_counts(requests: Iterable[ServedRequest]) -> AcceptanceCounts | None:
-    """Return the counts of all answers; None if one does not tell them."""
-    total = AcceptanceCounts()
-    for request in requests:
-        if request.counts is None:
-            return None
-        total += request.counts
-    return total
 
 
 @dataclass
