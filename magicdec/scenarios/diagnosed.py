@@ -135,19 +135,22 @@ def with_limits(lines: Iterable[Line], setup: Setup, knows_draft: bool) -> list[
 
 def possible(history: Iterable[Line]) -> list[dict[str, Any]]:
     """Return the lines of a profile without times that no step can take: below 0, or far below the
-    limit. A round takes no less than its verification.
+    limit. A round takes no less than its verification. Without either, the draft's time, which is
+    their difference, says nothing.
     """
     kept = []
     for line in history:
-        limits = {
+        limits_ms = {
             key: line.get(f"limit/{key}_ms", 0.0) for key in ("target_decode", "verify", "draft")
         }
-        limits["round"] = limits["verify"]
-        wrong = [
+        limits_ms["round"] = limits_ms["verify"]
+        wrong = {
             key
-            for key, limit_ms in limits.items()
+            for key, limit_ms in limits_ms.items()
             if line.get(f"time/{key}_ms", inf) < max(0.0, IMPOSSIBLE * limit_ms)
-        ]
+        }
+        if wrong & {"verify", "round"}:
+            wrong.add("draft")
         names = {f"time/{key}_ms{end}" for key in wrong for end in ("", "_ci95")}
         names |= {f"limit/{key}_ms" for key in wrong}
         kept.append({name: value for name, value in line.items() if name not in names})

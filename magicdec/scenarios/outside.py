@@ -113,9 +113,10 @@ def run(plan: Plan, run: Run, progress: Progress) -> Outcome:
         to_stderr(f"warning: {warning}")
     history, diagnosis = with_forward(work.history, forward_times), None
     if setup is not None:
-        history = possible(with_limits(history, setup, plan.config.speculates))
-        if not work.late:
-            diagnosis = diagnosis_of(history, setup, plan, plan.config.speculates)
+        history = with_limits(history, setup, plan.config.speculates)
+    history = possible(history)
+    if setup is not None and not work.late:
+        diagnosis = diagnosis_of(history, setup, plan, plan.config.speculates)
     metrics |= diagnosis_metrics(diagnosis)
     if work.late:
         metrics["diagnosis/sentence"] = CLIENT_LATE

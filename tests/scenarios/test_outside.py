@@ -221,6 +221,33 @@ def test_times_that_no_step_can_take_are_left_out():
     assert "time/round_ms" not in impossible, "shorter than its verification"
 
 
+@pytest.mark.parametrize(("name", "time_ms"), [("verify", 0.02), ("round", 0.02), ("round", -1.0)])
+def test_a_draft_is_not_timed_by_a_time_that_no_step_can_take(name, time_ms):
+    """Its time is the difference of the two, over gamma."""
+    line = {"gamma": 2, "time/verify_ms": 11.0, "limit/verify_ms": 2.2, "time/round_ms": 12.0}
+    line |= {"time/draft_ms": 0.5, "time/draft_ms_ci95": [0.4, 0.6], "limit/draft_ms": 0.4}
+    (kept,) = possible([line | {f"time/{name}_ms": time_ms}])
+    others = {"verify": {"time/round_ms"}, "round": {"time/verify_ms", "limit/verify_ms"}}
+    assert kept.keys() == {"gamma"} | others[name]
+
+
+def test_of_an_unknown_machine_no_time_is_below_0(tmp_path, monkeypatch):
+    """The free draft's round takes 20 ms, which is longer than the 18 ms of the draft's own."""
+    steps_ms = iter([15.0, 18.0, 20.0])  # without a draft, with it, and with the free one
+
+    async def timed(endpoint, rows, params):
+        return Burst(1.0, (next(steps_ms),) * 3, 8.0, 2.0, 2.0)
+
+    monkeypatch.setattr(outside, "steady", timed)
+    monkeypatch.setattr(outside, "setup_of_profile", lambda *given: None)
+    with standing_in(**PROPOSES) as (_, url), standing_in(per_chunk=1) as (_, baseline):
+        urls = [f"engine.url={url}", f"engine.free_url={url}", f"engine.baseline_url={baseline}"]
+        grid = ["scenario.batch_sizes=[1]", "scenario.gammas=[2]"]
+        _, (line,) = profiled(tmp_path, *urls, *grid)
+    assert (line["time/round_ms"], line["time/verify_ms"]) == (18.0, 20.0)
+    assert "time/draft_ms" not in line, "it would be -1 ms"
+
+
 @pytest.mark.parametrize(
     ("sizes", "remedy"),
     [
