@@ -164,8 +164,8 @@ class HierarchicalDraft(SelfDraft):
             with self.cache.tentative():
                 hidden_BTE = self.model(tokens_BT, self.cache)
             logits_BTV = self.model.logits(hidden_BTE)
-            written.inspect(logits_BTV, DRAFT)
             verdict = self._accept(guess, logits_BTV, written)
+            written.inspect(logits_BTV, DRAFT, verdict.num_accepted_B)
             if q_BGV is not None:
                 _put(q_BGV, probabilities(logits_BTV, self.sampling), start_B)
             count_B = written.extend(verdict.tokens_BT, verdict.num_accepted_B + 1)

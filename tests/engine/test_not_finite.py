@@ -2,6 +2,7 @@
 
 import pytest
 
+from magicdec.cache.streaming import Streaming
 from magicdec.errors import NonFinite
 from tests.small import VOCAB, noisy_copy, open_batch, random_prompts, small_model
 
@@ -26,6 +27,43 @@ def test_logits_behind_a_rejected_proposal_need_not_be_finite():
         return found
 
     batch.draft.propose = strange_last
+    target.logits = not_finite_last
+    assert batch.decoder.generate(batch.draft).tokens == plain
+
+
+def test_logits_behind_a_rejected_inner_proposal_need_not_be_finite():
+    """The last proposal is always rejected, by both verifications of a hierarchical draft."""
+    target = small_model()
+    plain = open_batch(target, PROMPTS).decoder.generate().tokens
+    strange = min(set(range(VOCAB)).difference(*plain, *PROMPTS))
+    batch = open_batch(
+        target,
+        PROMPTS,
+        draft_name="hierarchical",
+        draft_model=noisy_copy(target, 0.1),
+        inner=Streaming(budget=16, num_sink=2),
+        inner_gamma=3,
+        gamma=3,
+    )
+    logits = target.logits
+
+    def with_strange_last(propose):
+        def changed(state, gamma):
+            proposal = propose(state, gamma)
+            proposal.tokens_BG[:, -1] = strange
+            return proposal
+
+        return changed
+
+    def not_finite_last(hidden):
+        found = logits(hidden)
+        found[:, 3:] = float("nan")
+        return found
+
+    inner = batch.draft.inner
+    inner.propose = with_strange_last(inner.propose)
+    inner.propose_first = with_strange_last(inner.propose_first)
+    batch.draft.propose = with_strange_last(batch.draft.propose)
     target.logits = not_finite_last
     assert batch.decoder.generate(batch.draft).tokens == plain
 
