@@ -66,14 +66,21 @@ class Needs:
         return batch.context_len
 
 
-# Of scenarios that measure a grid.
-GRID = MappingProxyType(
-    {
-        "batch.size": "scenario.batch_sizes",
-        "batch.context_len": "scenario.context_lens",
-        "draft.gamma": "scenario.gammas",
-    }
-)
+class MeasuresGrid(Needs):
+    """The needs of a kind of run that measures a grid."""
+
+    row_keys: ClassVar[tuple[str, ...]] = ("scenario.batch_sizes",)
+    at: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {
+            "batch.size": "scenario.batch_sizes",
+            "batch.context_len": "scenario.context_lens",
+            "draft.gamma": "scenario.gammas",
+        }
+    )
+
+    @override
+    def replaced(self, draft: DraftConfig, cache: CacheConfig) -> Mapping[str, str]:
+        return {**self.at, "batch.num_batches": ""}  # a point is a single batch
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -92,15 +99,13 @@ class Compare(Needs):
 
 
 @dataclass(frozen=True, config=STRICT)
-class Profile(Needs):
+class Profile(MeasuresGrid):
     """The times of a round's parts over a grid."""
 
     reads_text: ClassVar[bool] = False
     measures_acceptance: ClassVar[bool] = False
     stores_units: ClassVar[bool] = True
     files: ClassVar[tuple[str, ...]] = ("forward",)
-    row_keys: ClassVar[tuple[str, ...]] = ("scenario.batch_sizes",)
-    at: ClassVar[Mapping[str, str]] = GRID
 
     name: Literal["profile"]
     profile_repeats: Count
@@ -120,12 +125,10 @@ class Profile(Needs):
 
 
 @dataclass(frozen=True, config=STRICT)
-class Verify(Needs):
+class Verify(MeasuresGrid):
     """A schedule of gammas next to every fixed gamma over a grid."""
 
     files: ClassVar[tuple[str, ...]] = ("file",)
-    row_keys: ClassVar[tuple[str, ...]] = ("scenario.batch_sizes",)
-    at: ClassVar[Mapping[str, str]] = GRID
 
     name: Literal["verify"]
     file: str | None

@@ -590,6 +590,8 @@ PREDICT = ["scenario=predict", *PLAN[1:]]
         (PLAN, "batch.num_batches=7", ""),
         (PREDICT, "batch.num_batches=7", ""),
         (PREDICT, "scenario.match_share=0.5", ""),
+        (["scenario=profile"], "batch.num_batches=7", ""),
+        (["scenario=verify"], "batch.num_batches=7", ""),
         (["scenario=serve"], "batch.num_batches=7", "; set scenario.num_requests"),
     ],
 )
