@@ -101,10 +101,9 @@ def unread(config: Config, overrides: Sequence[str]) -> list[str]:
     for override in overrides:
         group, _, key = override.lstrip("+").partition("=")[0].partition(".")
         option = chosen.get(group)
-        instead = replaced.get(f"{group}.{key}" if key else group)
-        if instead is not None:
-            remedy = f"; set {instead}" if instead else ""
-            lines.append(f"{override} has no effect with scenario={config.scenario.name}{remedy}")
+        reason = replaced.get(f"{group}.{key}" if key else group)
+        if reason is not None:
+            lines.append(f"{override} has no effect with {reason}")
         elif (
             f"{group}.{key}" in ONLY_AUTO
             and isinstance(config.scenario, Compare)

@@ -30,6 +30,7 @@ Tolerance = Annotated[float, Field(ge=0, lt=1), must("must be at least 0 and bel
 class Needs:
     """The needs of a kind of run, with those of most as defaults."""
 
+    name: str
     predicts: ClassVar[bool] = False  # it loads no weights, and measures nothing
     searches: ClassVar[bool] = False  # for drafts and caches of its own
     reads_text: ClassVar[bool] = True
@@ -48,10 +49,15 @@ class Needs:
     at: ClassVar[Mapping[str, str]] = MappingProxyType({})
 
     def replaced(self, draft: DraftConfig, cache: CacheConfig) -> Mapping[str, str]:
-        """Return the general keys, or whole groups, that have no effect with the run's own draft
-        and cache, and what to set instead; "" where there is nothing.
+        """Return the keys, or whole groups, that have no effect, each with the choice that is the
+        reason and, after a semicolon, what to do instead.
         """
-        return self.at
+        return {general: f"{self.choice}; set {own}" for general, own in self.at.items()}
+
+    @property
+    def choice(self) -> str:
+        """Return the choice of this scenario, as it is typed."""
+        return f"scenario={self.name}"
 
     def key_of(self, general: str) -> str:
         """Return the key that this scenario has in place of a general one, or the general one."""
@@ -80,7 +86,8 @@ class MeasuresGrid(Needs):
 
     @override
     def replaced(self, draft: DraftConfig, cache: CacheConfig) -> Mapping[str, str]:
-        return {**self.at, "batch.num_batches": ""}  # a point is a single batch
+        # A point is a single batch.
+        return {**super().replaced(draft, cache), "batch.num_batches": self.choice}
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -163,8 +170,11 @@ class Assumed(Needs):
 
     @override
     def replaced(self, draft: DraftConfig, cache: CacheConfig) -> Mapping[str, str]:
-        unread = {"batch.num_batches": ""}
-        return unread | ({"scenario.match_share": ""} if self.looks_nothing_up(draft) else {})
+        unread = {"batch.num_batches": self.choice}
+        if self.looks_nothing_up(draft):
+            reason = f"draft={draft.name}: it is the share of a lookup's rounds"
+            unread["scenario.match_share"] = reason
+        return unread
 
     def looks_nothing_up(self, draft: DraftConfig) -> bool:
         """Return whether no predicted draft is a lookup, which `match_share` is of."""
@@ -256,14 +266,16 @@ class Search(Assumed):
     def replaced(self, draft: DraftConfig, cache: CacheConfig) -> Mapping[str, str]:
         unread = dict(super().replaced(draft, cache))
         if draft.synthetic_acceptance is None:
-            unread["draft.gamma"] = "scenario.gammas"
+            unread["draft.gamma"] = f"{self.choice}; set scenario.gammas"
         if self.is_of_own_draft(draft):
             return unread
-        unread["cache.budget"] = ""  # it tries budgets of its own
+        unread["cache.budget"] = (
+            f"{self.choice}; it tries budgets of its own: give scenario.alpha to fix one"
+        )
         if draft.name != "none" and not self.searches_for(draft):
-            unread["draft"] = f"scenario.drafts=[{draft.name}]"
+            unread["draft"] = f"{self.choice}; set scenario.drafts=[{draft.name}]"
         if cache.policy not in self.policies:
-            unread["cache"] = f"scenario.policies=[{cache.policy}]"
+            unread["cache"] = f"{self.choice}; set scenario.policies=[{cache.policy}]"
         return unread
 
     @override

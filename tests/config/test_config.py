@@ -585,11 +585,14 @@ PREDICT = ["scenario=predict", *PLAN[1:]]
     [
         (PLAN, "draft=ngram", "; set scenario.drafts=[ngram]"),
         (PLAN, "cache=snapkv", "; set scenario.policies=[snapkv]"),
-        (PLAN, "cache.budget=300", ""),
+        (
+            PLAN,
+            "cache.budget=300",
+            "; it tries budgets of its own: give scenario.alpha to fix one",
+        ),
         (PLAN, "draft.gamma=7", "; set scenario.gammas"),
         (PLAN, "batch.num_batches=7", ""),
         (PREDICT, "batch.num_batches=7", ""),
-        (PREDICT, "scenario.match_share=0.5", ""),
         (["scenario=profile"], "batch.num_batches=7", ""),
         (["scenario=verify"], "batch.num_batches=7", ""),
         (["scenario=serve"], "batch.num_batches=7", "; set scenario.num_requests"),
@@ -615,6 +618,13 @@ def test_what_a_scenario_does_not_read_has_no_effect(others, typed, remedy):
 )
 def test_what_a_search_reads_of_the_runs_own_draft_has_an_effect(typed):
     assert unread(compose([*PLAN, *typed]), typed) == []
+
+
+@pytest.mark.parametrize("draft", ["self", "none"])
+def test_a_share_of_matches_has_no_effect_with_a_draft_that_looks_nothing_up(draft):
+    typed = "scenario.match_share=0.5"
+    said = f"{typed} has no effect with draft={draft}: it is the share of a lookup's rounds"
+    assert unread(compose([*PREDICT, f"draft={draft}", typed]), [typed]) == [said]
 
 
 def test_a_lookups_share_of_matches_has_an_effect():
