@@ -172,10 +172,11 @@ def _scenario(config: Config) -> Iterator[str]:
         )
     if isinstance(scenario, Assumed):
         yield from scenario.mistakes()
-    if isinstance(scenario, Profile) and scenario.forward and config.engine.name == "native":
+    is_vllm = config.engine.name in ("vllm", "openai")  # the latter may be one
+    if isinstance(scenario, Profile) and scenario.forward and not is_vllm:
         yield (
-            f"scenario.forward={scenario.forward}: read next to the steps of a server only; leave"
-            " it null, or choose engine=vllm"
+            f"scenario.forward={scenario.forward}: holds times of vLLM, shown next to those of its"
+            " server; leave it null, or choose engine=vllm or engine=openai"
         )
 
 

@@ -399,9 +399,17 @@ MISTAKES += {
         f"engine.name={name}; draft.name=self": "draft.name=self: engine="
         for name in ("transformers", "llamacpp", "openvino")
     },
-    "scenario.name=profile; scenario.forward=file": (
-        "scenario.forward=file: read next to the steps of a server only"
-    ),
+    **{
+        f"{engine}scenario.name=profile; scenario.forward=file": (
+            "scenario.forward=file: holds times of vLLM, shown next to those of its server; leave"
+            " it null, or choose engine=vllm or engine=openai"
+        )
+        for engine in (
+            "",
+            "engine.name=magicdec; ",
+            "engine.name=llamacpp; draft.name=none; scenario.repeats=1; ",
+        )
+    },
     "engine.name=vllm; draft.name=layer_skip": "choose one of none, model, eagle3, ngram, self",
     "engine.name=transformers; draft.name=ngram": (
         "batch.size=auto: engine=transformers speculates on one row"
