@@ -8,7 +8,7 @@ from typing_extensions import override
 from magicdec.cache.compact import ScoredCache
 from magicdec.config.choices import CacheConfig, CacheSpec
 from magicdec.config.registry import POLICIES
-from magicdec.inputs.rules import STRICT, Count, must
+from magicdec.inputs.rules import LARGEST, STRICT, Count, must
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -19,7 +19,9 @@ class SnapKV(CacheConfig):
 
     policy: str = "snapkv"
     observation_window: Count = 32
-    kernel: Annotated[Count, must("must be an odd number of at least 1", lambda k: k % 2 == 1)] = 5
+    kernel: Annotated[
+        Count, must(f"must be an odd number from 1 to {LARGEST:,}", lambda k: k % 2 == 1)
+    ] = 5
     compact = True
     selects = "prefill"
 

@@ -16,7 +16,6 @@ from magicdec.inputs.rules import (
     STRICT,
     Count,
     FileName,
-    Fraction,
     ProjectName,
     must,
     within,
@@ -29,7 +28,7 @@ ROWS_ON = {"cpu": 24, "cuda": 64}
 Cost = Annotated[float, Field(ge=0), within(0, 1e12)]
 Figure = Annotated[float, Field(gt=0), within(1e-9, 1e12)]
 # Of a datasheet: less is no machine.
-Achieved = Annotated[Fraction, within(1e-6, 1)]
+Achieved = Annotated[float, Field(ge=1e-6, le=1), must("must be from 1e-06 to 1")]
 AutoOrCount = Annotated[
     Literal["auto"] | Count, must(f"must be auto or a whole number from 1 to {LARGEST:,}")
 ]
@@ -140,4 +139,6 @@ class SweepConfig:
     objective: str
     share: Literal["prefill", "weights", "none"]
     turns: bool
-    jobs_per_task: Annotated[Count | None, must("must be at least 1, or null")]
+    jobs_per_task: Annotated[
+        Count | None, must(f"must be a whole number from 1 to {LARGEST:,}, or null")
+    ]

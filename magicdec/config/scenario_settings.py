@@ -314,8 +314,8 @@ class Serve(Needs):
 
     name: Literal["serve"]
     concurrencies: Counts
-    rates: Annotated[list[Figure], must("must hold numbers above 0")]
-    replays: Annotated[list[Figure], must("must hold numbers above 0")]
+    rates: Annotated[list[Figure], must("must hold numbers from 1e-09 to 1e+12")]
+    replays: Annotated[list[Figure], must("must hold numbers from 1e-09 to 1e+12")]
     num_requests: Count
     length_shares: Annotated[
         list[Fraction], must("must hold numbers above 0 and at most 1"), Field(min_length=1)

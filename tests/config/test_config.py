@@ -328,7 +328,14 @@ RULES = {
         "sampling.temperature=-0.5 | sampling.temperature=nan | sampling.temperature=1e-40"
     ),
     "must be 8 or 4": "cache.policy=quantized; cache.bits=3",
-    "must be an odd number of at least 1": "cache.policy=snapkv; cache.kernel=4",
+    "must be an odd number from 1 to 2,147,483,647": "cache.policy=snapkv; cache.kernel=4",
+    "must be a whole number from 1 to 2,147,483,647, or null": (
+        "sweep.jobs_per_task=0 | sweep.jobs_per_task=3000000000"
+    ),
+    "must be from 1e-06 to 1": (
+        "hardware.efficiency.overlap=0.0 | hardware.efficiency.overlap=1e-07"
+        " | hardware.efficiency.overlap=1.5"
+    ),
     "must be one of none, int8, int4": "draft.quantization=int2",
     "must be one of checkpoint, random; did you mean random?": "target.weights=randm",
     "must be one of jsonl, pg19, prompts, random, repeat, ruler, stdlib": "data.name=book",
@@ -349,7 +356,10 @@ RULES = {
     "must hold at least one": (
         "scenario.name=profile; scenario.gammas=[] | scenario.name=serve; scenario.length_shares=[]"
     ),
-    "must hold numbers above 0": "scenario.name=serve; scenario.rates=[0.0]",
+    "must hold numbers from 1e-09 to 1e+12": (
+        "scenario.name=serve; scenario.rates=[0.0]"
+        " | scenario.name=serve; scenario.replays=[10000000000000.0]"
+    ),
     "must hold numbers above 0 and at most 1": "scenario.name=serve; scenario.length_shares=[1.5]",
     "must hold whole numbers from 1 to 1,024": (
         "scenario.name=predict; scenario.gammas=[2, 0] | scenario.name=plan; scenario.gammas=[1025]"
