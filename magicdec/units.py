@@ -1,5 +1,8 @@
-"""Units, the two ways of decoding, what counts as a number, and how the main figure is written."""
+"""Units, the two ways of decoding, what counts as a number, and how the main figure and lists are
+written.
+"""
 
+from collections.abc import Sequence
 from math import inf
 from typing import Any, TypeGuard
 
@@ -23,6 +26,13 @@ def both_speedups(row: float, batch: float | None, of_row: str = "", of_batch: s
     return f"{row:.2f}x{of_row} per row" + (
         f" and {batch:.2f}x{of_batch} per batch" if batch else ""
     )
+
+
+def enumerated(words: Sequence[str], conjunction: str) -> str:
+    """Return words as a sentence lists them: "a, b and c", with "and" as the conjunction."""
+    if len(words) < 2:
+        return "".join(words)
+    return f"{', '.join(words[:-1])} {conjunction} {words[-1]}"
 
 
 def in_minutes(seconds: float | None) -> str:

@@ -17,6 +17,7 @@ import numpy as np
 from magicdec.config.choices import DataConfig
 from magicdec.data.tokenizer import encode_bare, prefix_of
 from magicdec.errors import UserError
+from magicdec.units import enumerated
 
 # Documents are tokenised in sections of this many characters per token of the context, so that one
 # window of a book does not cost the whole book. A section holds four windows or more, so that
@@ -146,11 +147,12 @@ def cut_windows(
             sources.append(source)
     if len(tokens) < request.num_rows:
         needed = request.num_rows * request.context_len
+        size_keys = enumerated(request.size_keys, "or")
         raise UserError(
             f"{corpus} is too short: {request.num_rows} rows x context_len={request.context_len}"
             f" need {needed:,} tokens, its {len(order)} documents hold {sum(lengths):,}"
-            f" ({len(tokens)} distinct windows); lower {' or '.join(request.size_keys)}, or take"
-            " more text with data.path"
+            f" ({len(tokens)} distinct windows); lower {size_keys}, or take more"
+            " text with data.path"
         )
     return Prompts(tokens, sources)
 

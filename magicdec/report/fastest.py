@@ -17,7 +17,7 @@ from magicdec.report.verdict import estimates
 from magicdec.tracking.cells import cell
 from magicdec.tracking.columns import Row, interval
 from magicdec.tracking.store import counted
-from magicdec.units import is_number
+from magicdec.units import enumerated, is_number
 
 GIVEN = (
     "target.name",
@@ -158,8 +158,7 @@ class Answer:
     @property
     def given_in_words(self) -> str:
         """Return the settings that tell one place from another, in words."""
-        words = [HELD_IN_WORDS.get(key, key) for key in self.given]
-        return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
+        return enumerated([HELD_IN_WORDS.get(key, key) for key in self.given], "and")
 
     @property
     def of_places(self) -> str:

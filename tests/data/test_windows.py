@@ -116,7 +116,7 @@ def test_fingerprint_tells_rows_from_their_concatenation():
 @pytest.mark.parametrize(
     ("typed", "keys"),
     [
-        ("scenario=compare", "batch.size or batch.num_batches or batch.context_len"),
+        ("scenario=compare", "batch.size, batch.num_batches or batch.context_len"),
         ("scenario=serve", "scenario.num_requests or batch.context_len"),
         ("scenario=verify", "scenario.batch_sizes or scenario.context_lens"),
     ],
