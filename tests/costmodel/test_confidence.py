@@ -45,7 +45,7 @@ def test_the_probability_is_the_share_of_errors_that_leave_a_gain():
         ),
         (
             (0.4, 0.5, 1.1, 0.5),
-            "does not pay in 75% of comparable measurements of 4 sources, each of which counts alike",
+            "does not pay in 75% of comparable measurements of 4 sources, each of which counts",
         ),
         ((0.4, 0.5), "does not pay in any comparable measurement of 2 sources; 90% of "),
     ],
