@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import magicdec.planning
 import magicdec.scenarios
 from magicdec.cli import main
-from magicdec.config.scenario_settings import Assumed
+from magicdec.config.prediction_settings import Assumed
 from magicdec.tracking.loggers import wandb
 
 CPU = SimpleNamespace(type="cpu")

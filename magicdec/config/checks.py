@@ -12,8 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from magicdec.config.options import read_keys
+from magicdec.config.prediction_settings import Assumed
 from magicdec.config.registry import CORPORA, has_cache
-from magicdec.config.scenario_settings import LOWEST_RATE, Assumed, Compare, Profile, Serve, Verify
+from magicdec.config.scenario_settings import LOWEST_RATE, Compare, Profile, Serve, Verify
 from magicdec.config.schema import Config
 from magicdec.errors import UserError
 from magicdec.inputs.rules import did_you_mean

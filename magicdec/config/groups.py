@@ -29,6 +29,7 @@ Cost = Annotated[float, Field(ge=0), within(0, 1e12)]
 Figure = Annotated[float, Field(gt=0), within(1e-9, 1e12)]
 # The share of a datasheet's rate; with less than a millionth, predictions would not stay finite.
 Achieved = Annotated[float, Field(ge=1e-6, le=1), must("must be from 1e-06 to 1")]
+Tolerance = Annotated[float, Field(ge=0, lt=1), must("must be at least 0 and below 1")]
 AutoOrCount = Annotated[
     Literal["auto"] | Count, must(f"must be auto or a whole number from 1 to {LARGEST:,}")
 ]

@@ -5,8 +5,8 @@ from dataclasses import fields
 from magicdec.config.choices import CacheConfig, DraftConfig, ModelChoice
 from magicdec.config.omega import alpha_from_acceptance_length
 from magicdec.config.options import values_of
+from magicdec.config.prediction_settings import Assumed
 from magicdec.config.registry import CORPORA, DRAFTS, POLICIES
-from magicdec.config.scenario_settings import Assumed
 from magicdec.config.schema import Config
 from magicdec.costmodel import acceptance, comparison
 from magicdec.costmodel.acceptance import AlphaEstimate, Curves

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from magicdec.config.choices import DraftConfig
+from magicdec.config.prediction_settings import Assumed
 from magicdec.config.registry import DRAFTS
-from magicdec.config.scenario_settings import Assumed
 from magicdec.costmodel.hardware import CPU, Hardware, configured, device_in, unknown
 from magicdec.costmodel.memory_estimate import Memory, memory
 from magicdec.costmodel.round import PREFILL_CHUNK, Setup

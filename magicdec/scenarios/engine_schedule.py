@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from magicdec.config.scenario_settings import Search
+from magicdec.config.prediction_settings import Search
 from magicdec.costmodel.acceptance import Curves
 from magicdec.costmodel.engine_settings import FORMS
 from magicdec.costmodel.round import Setup

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from magicdec.config.choices import DraftConfig
 from magicdec.config.folders import check_is_ours, check_is_read
-from magicdec.config.scenario_settings import Search
+from magicdec.config.prediction_settings import Search
 from magicdec.config.schema import Config
 from magicdec.costmodel.planned_experiment import FOUND_BY, experiment_yaml
 from magicdec.costmodel.planner import Candidate, Ranking, Workload, search

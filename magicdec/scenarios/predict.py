@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Group
 from rich.table import Table
 
-from magicdec.config.scenario_settings import Predict
+from magicdec.config.prediction_settings import Predict
 from magicdec.config.schema import Config
 from magicdec.costmodel.acceptance import task_of
 from magicdec.costmodel.comparison import published

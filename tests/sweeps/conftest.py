@@ -5,7 +5,7 @@ import pytest
 import magicdec.planning.duration
 import magicdec.planning.fits
 import magicdec.scenarios
-from magicdec.config.scenario_settings import Assumed
+from magicdec.config.prediction_settings import Assumed
 from magicdec.report import page
 from tests import quick_launch
 from tests.programs import ROOT
