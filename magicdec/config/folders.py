@@ -15,8 +15,9 @@ def own_folders() -> list[Path]:
     """Return the folders with a user's own options: ./conf of the working directory, and those of
     installed plugins.
     """
-    here = Path("conf").resolve()
-    return ([here] if here.is_dir() and here != CONF else []) + option_folders()
+    here = Path("conf")
+    has_own = here.is_dir() and not here.samefile(CONF)
+    return ([here.resolve()] if has_own else []) + option_folders()
 
 
 def option_file(group: str, name: str) -> Path | None:

@@ -60,6 +60,7 @@ def row_rounds(gamma: int, alpha: float, num_tokens: int, proposes: float = 1.0)
     return float(rounds[-1])
 
 
+@lru_cache(maxsize=4096)
 def batch_rounds(
     gamma: int, alpha: float, num_rows: int, num_tokens: int, proposes: float = 1.0
 ) -> float:
