@@ -12,6 +12,7 @@ from os.path import abspath
 import omegaconf._utils
 import omegaconf.base
 from hydra._internal import config_loader_impl
+from hydra._internal import defaults_list as hydra_defaults
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import CachingConfigRepository, ConfigRepository
 from hydra._internal.defaults_list import Overrides
@@ -20,20 +21,28 @@ from omegaconf.grammar_parser import parse
 from magicdec.config.folders import CONF
 
 create_defaults_list = config_loader_impl.create_defaults_list
+create_interpolation_map = hydra_defaults._create_interpolation_map
 merge_files = ConfigLoaderImpl._compose_config_from_defaults_list
 OURS = {str(CONF), str(CONF.parent)}
 LISTS = {}  # by what was chosen
 # What is composed is changed by whoever asks for it: pickled, it is copied five times as fast.
 MERGED = {}  # by the list, which is kept in LISTS
 load_file = ConfigRepository.load_config
+load_single = ConfigLoaderImpl._load_single_config
 open_repository = CachingConfigRepository.__init__
 FILES = {}  # by their names, and where they are searched
+PLACED = {}  # the same by the package, too, into which a file goes
 
 
 def reads_ours(repo):
     """Return whether the files are those of conf/, which stay as they are."""
     folders = (source.path for source in repo.get_sources() if source.scheme() == "file")
     return all(abspath(folder) in OURS for folder in folders)
+
+
+def sources_of(repo):
+    """Return where files are searched, in this order."""
+    return [(source.provider, source.path) for source in repo.get_sources()]
 
 
 def defaults_list(repo, config_name, overrides_list, **settings):
@@ -61,10 +70,27 @@ def loaded(repo, config_path):
     """Return what `load_config` does: a file and its list of defaults."""
     if not reads_ours(repo):
         return load_file(repo, config_path)
-    asked = (config_path, *((source.provider, source.path) for source in repo.get_sources()))
+    asked = (config_path, *sources_of(repo))
     if asked not in FILES:
         FILES[asked] = pickle.dumps(load_file(repo, config_path))
     return pickle.loads(FILES[asked])
+
+
+def placed(loader, default, repo):
+    """Return what `_load_single_config` does: a file below its package."""
+    if not reads_ours(repo):
+        return load_single(loader, default, repo)
+    asked = (default.config_path, default.package, default.primary, *sources_of(repo))
+    if asked not in PLACED:
+        PLACED[asked] = pickle.dumps(load_single(loader, default, repo))
+    return pickle.loads(PLACED[asked])
+
+
+def interpolation_map(overrides, defaults, self_added):
+    """Return what `_create_interpolation_map` does, where a default is an interpolation."""
+    if any(default.is_interpolation() for default in defaults):
+        return create_interpolation_map(overrides, defaults, self_added)
+    return None
 
 
 def repository(caching, delegate):
@@ -80,6 +106,8 @@ def remember():
     CachingConfigRepository.__init__ = repository
     config_loader_impl.create_defaults_list = defaults_list
     ConfigLoaderImpl._compose_config_from_defaults_list = merged
+    ConfigLoaderImpl._load_single_config = placed
+    hydra_defaults._create_interpolation_map = interpolation_map
     omegaconf.base.parse = omegaconf._utils.parse = cache(parse)
 
 
@@ -89,4 +117,6 @@ def forget():
     CachingConfigRepository.__init__ = open_repository
     config_loader_impl.create_defaults_list = create_defaults_list
     ConfigLoaderImpl._compose_config_from_defaults_list = merge_files
+    ConfigLoaderImpl._load_single_config = load_single
+    hydra_defaults._create_interpolation_map = create_interpolation_map
     omegaconf.base.parse = omegaconf._utils.parse = parse
