@@ -7,14 +7,22 @@ import gc
 import pytest
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
+from torch._C._autograd import _disable_profiler, _enable_profiler, _prepare_profiler
+from torch._C._profiler import ProfilerActivity, RecordScope
+from torch.autograd.profiler import profile
 
 from magicdec.attention.sdpa import SdpaAttention
 from magicdec.config.load import compose
 from magicdec.config.registry import DRAFTS, POLICIES
 from magicdec.engine.decoder import Decoder
 from magicdec.engine.output_audit import audit
-from magicdec.measure.footprint import UniformAttention, footprint, largest_batch, stored
+from magicdec.measure.footprint import (
+    Allocations,
+    UniformAttention,
+    footprint,
+    largest_batch,
+    stored,
+)
 from magicdec.models.quantize import quantized
 from magicdec.models.transformer import Transformer
 from magicdec.planning import build, fits
@@ -44,9 +52,15 @@ CASES += [(draft, "streaming", 200, SAMPLED) for draft in DRAFTS] + [("none", "f
 def counted_peak(function) -> int:
     """The most bytes that are handed out at a time."""
     gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+    activities = {ProfilerActivity.CPU}
+    settings = profile(use_cpu=True, profile_memory=True).config(create_trace_id=True)
+    _prepare_profiler(settings, activities)
+    _enable_profiler(settings, activities, {RecordScope.USER_SCOPE})  # of operators, it keeps none
+    try:
         function()
-    events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
+    finally:
+        results = _disable_profiler()
+    events = [e for e in results.events() if e.name() == "[memory]"]
     live = peak = 0
     for event in sorted(events, key=lambda e: e.start_ns()):
         live += event.nbytes()
@@ -85,6 +99,22 @@ def test_what_is_foreseen_is_what_is_allocated(draft, policy, chunk, sampling):
     assert footprint(engine, ROWS, CONTEXT, audited).peak == pytest.approx(
         counted_peak(run), rel=0.05
     )
+
+
+@torch.inference_mode()
+def test_what_is_made_again_counts_again_and_views_and_changes_do_not():
+    with torch.device("meta"), Allocations() as allocations:
+        whole = torch.empty(100, dtype=torch.int32)
+        kept = [whole]
+        for _ in range(2):
+            kept += [whole[:50], whole.add_(1), whole.to(torch.int32)]
+            kept += [torch.dropout(whole, 0.5, train=False)]
+        assert allocations.live == 400
+        kept += [whole * 2, whole * 2.0, whole * 2, whole[:50] * 2]
+        assert [one.dtype for one in kept[-4:-1]] == [torch.int32, torch.float32, torch.int32]
+        assert allocations.live == 4 * 400 + 200
+        del kept[-1]
+        assert (allocations.live, allocations.peak) == (1600, 1800)
 
 
 @pytest.mark.parametrize("rollback", ["keep", "replay"])
