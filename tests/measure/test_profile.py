@@ -62,7 +62,7 @@ def test_the_choice_of_a_round_is_its_own_part(monkeypatch, refresh):
     assert abs(times["overhead_ms"]) < 100
 
 
-@pytest.mark.parametrize("limits", [[1, 30, 30], [1, 1, 1], [2, 30, 7], [30, 30, 30]])
+@pytest.mark.parametrize("limits", [[1, 12, 12], [1, 1, 1], [2, 12, 7], [12, 12, 12]])
 @pytest.mark.parametrize(
     ("draft", "policy"), [("self", "full"), ("self", "streaming"), ("model", "streaming")]
 )
@@ -72,11 +72,11 @@ def test_every_part_is_of_all_rows(draft, policy, limits, monkeypatch):
     """
     count_slots(monkeypatch)
     lengths, gamma, budget = [100, 140, 120], 5, 16
-    keys = {"policy": policy, "gamma": gamma, "budget": budget, "num_sink": 2, "generate_len": 30}
+    keys = {"policy": policy, "gamma": gamma, "budget": budget, "num_sink": 2, "generate_len": 12}
     batch = drafting(draft, small_model(), lengths, 0.1, **keys)
     state = batch.decoder.state
     state.limit_B.copy_(state.prompt_len_B + torch.tensor(limits))
-    times = profile_round(batch, 30)
+    times = profile_round(batch, 12)
     slots = {name: ms / 1e3 / SECONDS for name, ms in times.items()}
     assert slots["target_decode_ms"] == pytest.approx(sum(lengths) + len(lengths))
     assert slots["verify_ms"] == pytest.approx(sum(lengths) + len(lengths) * (gamma + 1))
@@ -91,7 +91,7 @@ def test_rows_at_their_limit_go_on_being_timed(draft):
     stay finite.
     """
     keys = {"policy": "streaming", "gamma": 3, "budget": 16, "num_sink": 2, "generate_len": 2}
-    times = profile_round(drafting(draft, small_model(), [40, 50], 0.1, **keys), 20)
+    times = profile_round(drafting(draft, small_model(), [40, 50], 0.1, **keys), 8)
     assert times["round_ms"] > 0
 
 
