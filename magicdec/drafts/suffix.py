@@ -156,9 +156,9 @@ class SuffixDraft(Draft):
             earlier = self._readable(row)
             theirs, longer = look_up(earlier, len(earlier) - self.gamma, suffix, gamma)
             guess = theirs if longer > matched else guess
-        return np.pad(
-            guess, (0, gamma - len(guess)), constant_values=guess[-1] if len(guess) else suffix[-1]
-        )
+        padded = np.full(gamma, guess[-1] if len(guess) else suffix[-1], np.int32)
+        padded[: len(guess)] = guess
+        return padded
 
     def _readable(self, row: int) -> Tokens:
         """Return the earlier texts, without those that the row's own random numbers decided."""
