@@ -16,9 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
@@ -28,6 +26,7 @@ from magicdec.attention.sdpa import SdpaAttention, SdpaPlan
 from magicdec.engine.native import NativeEngine
 from magicdec.engine.output_audit import chunk_len, score_tokens
 from magicdec.engine.prompt_audit import rehearse
+from magicdec.models.meta_runs import EachOnce
 from magicdec.models.taps import Taps
 
 LAYERS = 2  # run: each layer frees what the one before has left
@@ -136,7 +135,7 @@ def largest_batch(total: Callable[[int], float], num_rows: int, available: float
     return rows
 
 
-class Allocations(TorchDispatchMode):
+class Allocations(EachOnce):
     """A counter of the storage of tensors made within on the meta device: `live` bytes now, `peak`
     so far.
     """
@@ -147,29 +146,14 @@ class Allocations(TorchDispatchMode):
         self._known: dict[int, object] = {
             tensor.untyped_storage()._cdata: tensor for tensor in ignored
         }
-        self._made: dict[object, tuple[torch.Size, tuple[int, ...], torch.dtype]] = {}
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator, and count what it has allocated."""
-        out = self._run(func, args, kwargs or {})
+        out = super().__torch_dispatch__(func, types, args, kwargs)
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor) and tensor.is_meta:
                 self._count(tensor.untyped_storage())
-        return out
-
-    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run the operator, or make a tensor like the one that it has made of the like: most layers
-        and steps are alike, and the operators of the meta device are slow.
-        """
-        call = func, _likeness(args), _likeness(tuple(kwargs.items()))
-        if call in self._made:
-            size, strides, dtype = self._made[call]
-            return torch.empty_strided(size, strides, dtype=dtype, device="meta")
-        out = func(*args, **kwargs)
-        makes_one = isinstance(out, Tensor) and out.is_meta and _makes(func)
-        if makes_one and out.untyped_storage()._cdata not in self._known:
-            self._made[call] = out.size(), out.stride(), out.dtype
         return out
 
     @contextmanager
@@ -192,24 +176,6 @@ class Allocations(TorchDispatchMode):
     def _forget(self, key: int, num_bytes: int) -> None:
         del self._known[key]
         self.live -= num_bytes
-
-
-def _makes(func: Any) -> bool:
-    """Tell whether an operator returns neither a view nor what it has changed."""
-    return not func._schema.is_mutable and not any(one.alias_info for one in func._schema.returns)
-
-
-def _likeness(argument: Any) -> object:
-    """Return what an operator on the meta device sees of an argument: equal for those that are
-    alike. A tensor with values, or of a kind of its own, is like no other.
-    """
-    if isinstance(argument, Tensor):
-        if not argument.is_meta or type(argument) not in (Tensor, Parameter):
-            return object()
-        return argument.size(), argument.stride(), argument.dtype
-    if isinstance(argument, (list, tuple)):
-        return tuple(map(_likeness, argument))
-    return type(argument), argument
 
 
 class _FusedAttention(TorchFunctionMode):

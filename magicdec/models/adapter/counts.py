@@ -22,6 +22,7 @@ from magicdec.architectures.layer_facts import (
     stretches,
 )
 from magicdec.errors import UserError, in_one_line
+from magicdec.models.meta_runs import EachOnce
 
 TOKENS = 2  # of the pass
 EXPERTS_PER_TOKEN = "magicdec_experts_per_token"  # an attribute of experts that a pass reached
@@ -195,7 +196,7 @@ def kept_by_a_pass(model: Any) -> Any:
     tokens_BT = torch.zeros(1, TOKENS, dtype=torch.int64, device="meta")
     mask_BT = torch.ones_like(tokens_BT)
     try:
-        with torch.device("meta"), torch.no_grad(), ScalarsAreOne():
+        with torch.device("meta"), torch.no_grad(), ScalarsAreOne(), EachOnce():
             output = model.get_decoder()(
                 input_ids=tokens_BT, attention_mask=mask_BT, use_cache=True
             )

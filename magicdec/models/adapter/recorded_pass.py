@@ -20,6 +20,7 @@ from magicdec.errors import UserError, in_one_line
 from magicdec.models.adapter.counts import EXPERTS_PER_TOKEN, TOKENS, ScalarsAreOne, cache_of
 from magicdec.models.adapter.interface import NAME
 from magicdec.models.adapter.recurrent import is_recurrent
+from magicdec.models.meta_runs import EachOnce
 
 RECORDING, STORELESS = "magicdec_recording", "magicdec_storeless"
 
@@ -72,7 +73,7 @@ def record(model: Any, longest: int) -> Recording:
     scalars: Any = ScalarsAreOne() if is_recurrent(model.config) else nullcontext()
     arguments = {"attention_mask": torch.ones_like(tokens_BT), "use_cache": True, NAME: recording}
     try:
-        with torch.device("meta"), torch.no_grad(), scalars:
+        with torch.device("meta"), torch.no_grad(), scalars, EachOnce():
             output = model.get_decoder()(input_ids=tokens_BT, **arguments)
     except UserError:
         raise

@@ -1,0 +1,60 @@
+"""Runs on tensors without storage, on PyTorch's meta device. Its operators are slow, and most
+layers and steps of a run are alike.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from typing_extensions import override
+
+
+class EachOnce(TorchDispatchMode):
+    """A mode in which an operator that makes a tensor runs once for arguments that are alike. Later
+    ones get a new tensor like that.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[object, tuple[torch.Size, tuple[int, ...], torch.dtype]] = {}
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operator, or make a tensor like the one that it has made."""
+        kwargs = kwargs or {}
+        call = func, _likeness(args), _likeness(tuple(kwargs.items()))
+        if call in self._made:
+            size, strides, dtype = self._made[call]
+            return torch.empty_strided(size, strides, dtype=dtype, device="meta")
+        out = func(*args, **kwargs)
+        if isinstance(out, Tensor) and out.is_meta and _is_new(out, func, (args, kwargs)):
+            self._made[call] = out.size(), out.stride(), out.dtype
+        return out
+
+
+def _is_new(out: Tensor, func: Any, arguments: Any) -> bool:
+    """Tell whether an operator has made its result, which is no view and nothing that it was
+    given.
+    """
+    if func._schema.is_mutable or any(one.alias_info for one in func._schema.returns):
+        return False
+    given = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
+    return type(out) is Tensor and all(
+        out.untyped_storage()._cdata != one.untyped_storage()._cdata for one in given
+    )
+
+
+def _likeness(argument: Any) -> object:
+    """Return what an operator on the meta device sees of an argument: equal for those that are
+    alike. A tensor with values, or of a kind of its own, is like no other.
+    """
+    if isinstance(argument, Tensor):
+        if not argument.is_meta or type(argument) not in (Tensor, Parameter):
+            return object()
+        return argument.size(), argument.stride(), argument.dtype
+    if isinstance(argument, (list, tuple)):
+        return tuple(map(_likeness, argument))
+    return type(argument), argument
