@@ -19,7 +19,7 @@ from magicdec.verification.sampling import Sampling
 from tests.small import drafting, small_model
 
 TARGET = small_model(spread=0.15)
-LENGTHS, LIMITS = [40, 61, 53, 47], [3, 20, 9, 20]
+LENGTHS, LIMITS = [40, 61, 53, 47], [3, 11, 6, 11]
 CPP = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler")
 CASES = [("self", policy) for policy in POLICIES] + [
     ("model", "streaming"),
@@ -35,7 +35,7 @@ def decode(draft: str, policy: str, sampling: Sampling):
         "num_sink": 2,
         "page_size": 4,
         "sampling": sampling,
-        "generate_len": 20,
+        "generate_len": 11,
     }
     batch = drafting(draft, TARGET, LENGTHS, policy=policy, **keys)
     batch.decoder.state.limit_B.copy_(torch.tensor(LENGTHS) + torch.tensor(LIMITS))

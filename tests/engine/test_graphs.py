@@ -4,6 +4,7 @@ no trace.
 A CPU raises for an index that a GPU would only assert on, long after the call.
 """
 
+import functools
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
@@ -24,6 +25,24 @@ CASES = (
 )
 
 
+def opened(draft="none", policy="full", generate_len=12):
+    keys = {
+        "gamma": 5,
+        "budget": 16,
+        "num_sink": 2,
+        "page_size": 4,
+        "refresh": 4,
+        "generate_len": generate_len,
+    }
+    return drafting(draft, TARGET, [33, 41, 20], policy=policy, **keys)
+
+
+@functools.cache
+def plain_tokens(generate_len):
+    """What the target writes alone."""
+    return opened(generate_len=generate_len).decoder.generate().tokens
+
+
 class Rehearsed(graphs.Step):
     """A step that is rehearsed as for a capture, and then called as it is."""
 
@@ -39,21 +58,10 @@ class Rehearsed(graphs.Step):
 def test_rehearsals_stay_within_the_buffers_and_leave_no_trace(
     draft, policy, generate_len, monkeypatch
 ):
-    def opened():
-        keys = {
-            "gamma": 5,
-            "budget": 16,
-            "num_sink": 2,
-            "page_size": 4,
-            "refresh": 4,
-            "generate_len": generate_len,
-        }
-        return drafting(draft, TARGET, [33, 41, 20], policy=policy, **keys)
-
-    expected = opened().decoder.generate().tokens
+    expected = plain_tokens(generate_len)
     for module in (decoder, round_profile):
         monkeypatch.setattr(module, "Step", Rehearsed)
-    batch = opened()
+    batch = opened(draft, policy, generate_len)
     warm_up(batch)
     assert batch.decoder.generate().tokens == expected
     assert batch.decoder.generate(batch.draft).tokens == expected
