@@ -8,6 +8,7 @@ from math import isfinite
 from magicdec.errors import UserError
 
 BISECTIONS = 60  # of [0, 1]: more than a float64 can tell apart
+ROUNDING = 1e-12  # of a mean, at most and in proportion
 
 
 def omega(gamma: int, alpha: float) -> float:
@@ -51,7 +52,7 @@ def alpha_of_rounds(length: float, rounds: Mapping[int, int]) -> float:
 
     if length <= 1.0 or expected(1.0) == 1.0:
         return 0.0
-    if length >= expected(1.0):
+    if length >= expected(1.0) * (1 - ROUNDING):
         return 1.0
     low, high = 0.0, 1.0
     for _ in range(BISECTIONS):

@@ -3,6 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from magicdec.config.omega import alpha_of_rounds
 from magicdec.costmodel import speedup
 from magicdec.errors import UserError
 
@@ -35,6 +36,13 @@ def test_alpha_inverts_omega(gamma, alpha):
 @pytest.mark.parametrize(("length", "alpha"), [(0.99, 0.0), (1.0, 0.0), (4.0, 1.0), (4.001, 1.0)])
 def test_alpha_of_lengths_at_and_beyond_the_ends(length, alpha):
     assert speedup.alpha_from_acceptance_length(length, 3) == alpha
+
+
+@pytest.mark.parametrize("rounds", [{2: 4, 5: 5}, {1: 1, 2: 5}, {1: 2, 2: 1}])
+def test_alpha_is_1_where_rounds_of_several_gammas_accepted_all(rounds):
+    """The mean is rounded, up or down."""
+    accepted, number = sum(gamma * count for gamma, count in rounds.items()), sum(rounds.values())
+    assert alpha_of_rounds(1 + accepted / number, rounds) == 1.0
 
 
 def test_omega_is_what_a_simulated_round_yields():
