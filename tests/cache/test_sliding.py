@@ -6,6 +6,7 @@ were seen.
 """
 
 import itertools
+from collections import defaultdict
 
 import pytest
 import torch
@@ -78,12 +79,14 @@ def append(cache: DraftCache, num_new: int, layer: int, generator: torch.Generat
     return cache.attend(layer, torch.zeros(B, num_new, H, S), attention, plan)[:, :, :: H // K]
 
 
-def held(cache: DraftCache, layer: int, row: int, head: int, num_new: int) -> set[int]:
-    """Tokens in valid slots, new ones included."""
+def held(cache: DraftCache, layer: int, num_new: int) -> dict[tuple[int, int], set[int]]:
+    """Tokens in valid slots of each row and head, new ones included."""
     if isinstance(cache, PyramidKVCache):
         cache, layer = cache.levels[layer], 0
-    count = int(cache.seqlens_B[row]) + num_new
-    return set(cache.v_LBKSD[layer, row, head, :count].argmax(-1).tolist())
+    tokens_BKS, count_B = cache.v_LBKSD[layer].argmax(-1).tolist(), cache.seqlens_B.tolist()
+    return {
+        (row, head): set(tokens_BKS[row][head][: count_B[row] + num_new]) for row, head in HEADS
+    }
 
 
 def check(
@@ -93,11 +96,13 @@ def check(
     some of that.
     """
     num_new, span = seen_BTKS.shape[1], window if layer in SLIDING else S
-    for row, head in HEADS:
-        tokens = held(cache, layer, row, head, num_new)
+    all_seen = defaultdict(set)
+    for row, i, head, token in (seen_BTKS > 1e-3).nonzero().tolist():
+        all_seen[row, i, head].add(token)
+    for (row, head), tokens in held(cache, layer, num_new).items():
         for i in range(num_new):
             expected = {t for t in tokens if own[row] + i - span < t <= own[row] + i}
-            seen = set((seen_BTKS[row, i, head] > 1e-3).nonzero().flatten().tolist())
+            seen = all_seen[row, i, head]
             if isinstance(cache, DynamicCache):
                 assert {own[row] + i} <= seen <= expected
             else:
@@ -177,7 +182,7 @@ def test_a_budget_for_more_than_is_in_sight_holds_no_entry_twice(policy):
     cache = selected(policy, 4, 20, scores)
     for layer, (row, head) in itertools.product(SLIDING, HEADS):
         level = cache.levels[layer] if isinstance(cache, PyramidKVCache) else cache
-        assert len(held(cache, layer, row, head, 0)) == level.budget
+        assert len(held(cache, layer, 0)[row, head]) == level.budget
 
 
 @pytest.mark.parametrize("policy", ["h2o", "pyramidkv", "snapkv"])
@@ -189,6 +194,6 @@ def test_what_is_in_sight_is_kept_before_what_is_not_even_without_attention(poli
     cache = selected(policy, 24, 16, scores_BS[:, None].expand(L, B, K, S))
     for layer, (row, head) in itertools.product(SLIDING, HEADS):
         level = cache.levels[layer] if isinstance(cache, PyramidKVCache) else cache
-        tokens = held(cache, layer, row, head, 0)
+        tokens = held(cache, layer, 0)[row, head]
         in_sight = {token for token in tokens if token >= int(first_B1[row])}
         assert len(in_sight) == min(level.budget, 23)
