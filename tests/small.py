@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
+from magicdec.attention.cpp import CppAttention
 from magicdec.config.registry import DRAFTS, POLICIES
 from magicdec.conformance.small_models import (
     VOCAB,
@@ -22,6 +23,7 @@ from magicdec.conformance.small_models import (
 )
 from magicdec.engine.decoder import Generation
 from magicdec.engine.native import Batch
+from magicdec.kernels.library import compiler
 from magicdec.models.transformer import Transformer
 
 __all__ = [
@@ -34,7 +36,7 @@ __all__ = [
     "random_prompts",
 ]
 __all__ += ["small_block", "small_drafter", "small_head", "small_model", "small_modules"]
-__all__ += ["CROSS", "PAIRS", "accepted", "drafting"]
+__all__ += ["CROSS", "PAIRS", "accepted", "as_on_cpus", "drafting"]
 
 # Where a draft keeps no cache, the policy has no say; and some policies suit the target alone.
 PAIRS = [
@@ -50,6 +52,15 @@ CROSS = [
     for draft, policy in PAIRS
     if draft == "self" or policy == "streaming" or not DRAFTS[draft].facts.is_model
 ]
+
+
+def as_on_cpus(model: Transformer) -> Transformer:
+    """Return a model with the attention that CPUs take where there is a compiler: a pass over all
+    layers is one call, and takes a fraction of the time where the model is small.
+    """
+    if compiler() is not None:
+        model.attention = CppAttention()
+    return model
 
 
 def drafting(

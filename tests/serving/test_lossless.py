@@ -2,7 +2,6 @@
 neighbours.
 """
 
-import copy
 import functools
 import gc
 import random
@@ -21,11 +20,19 @@ from magicdec.serving.scheduler import Scheduler
 from magicdec.serving.slots import Slots
 from magicdec.verification.sampling import Sampling
 from tests import small
-from tests.small import new_engine, open_batch, random_prompts, small_drafter, small_model
+from tests.small import (
+    as_on_cpus,
+    new_engine,
+    noisy_copy,
+    open_batch,
+    random_prompts,
+    small_drafter,
+    small_model,
+)
 
 PAIRS = [pair for pair in small.PAIRS if DRAFTS[pair[0]].facts.serves]
 CROSS = [pair for pair in small.CROSS if DRAFTS[pair[0]].facts.serves]
-TARGET = small_model()
+TARGET = as_on_cpus(small_model())
 LENGTHS = [34, 3, 49, 16, 1, 33, 40]
 ENDLESS = Sampling(ignore_eos=True)  # of requests that go on after an end of sequence
 GENERATE = [7, 11, 1, 5, 9, 12, 3]
@@ -125,7 +132,7 @@ def test_requests_served_on_a_gpu_get_the_tokens_of_each_alone(policy, graphs):
 
 def damped(model: Transformer) -> Transformer:
     """A model whose layers add little to a token's embedding: what a small head can predict."""
-    model = copy.deepcopy(model)
+    model = noisy_copy(model, 0.0)
     for layer in model.layers:
         for linear in (layer.output, layer.down):
             linear.weight.mul_(0.1)
