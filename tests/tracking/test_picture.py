@@ -8,7 +8,7 @@ import pytest
 import vl_convert
 
 from magicdec.errors import UserError
-from magicdec.report.charts import COLOURS, DESCRIPTIONS, PARTS, SIZE, filled, template
+from magicdec.report.charts import COLOURS, DESCRIPTIONS, PARTS, SIZE, filled, styled, template
 from magicdec.report.picture import picture, placeholders
 from tests.pixels import changed, coloured, ink, spots
 from tests.programs import ROOT
@@ -49,6 +49,13 @@ def test_every_chart_has_marks(name, capfd):
     assert ink(chart) > 0.02
     assert coloured(chart) > 0.0005
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("on_page", [False, True], ids=["file", "page"])
+@pytest.mark.parametrize("name", DESCRIPTIONS)
+def test_every_chart_follows_the_schema_of_vega_lite(name, on_page):
+    """Altair raises an error for what the schema does not have."""
+    assert styled(name, on_page).to_dict()["$schema"].startswith("https://vega.github.io/schema/")
 
 
 def test_points_are_where_their_values_are():
