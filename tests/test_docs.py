@@ -5,6 +5,7 @@ defined.
 import json
 import re
 import subprocess
+import sys
 import tomllib
 from itertools import chain
 
@@ -59,27 +60,46 @@ def test_the_readme_begins_with_its_two_commands():
     assert len(COMMANDS) >= 80
 
 
+@pytest.fixture
+def launch(monkeypatch, capfd, hydra_logging):
+    """A function that runs `python launch.py` with these arguments, and returns what it prints:
+    in this process or, with `is_program`, in one of its own.
+    """
+
+    def run(arguments, is_program):
+        if is_program:
+            done = python("launch.py", *arguments)
+            assert done.returncode == 0, done.stderr
+            return done.stdout
+        monkeypatch.setattr(sys, "argv", ["launch.py", *arguments])
+        code, said = cli.main(), capfd.readouterr()
+        assert code == 0, said.err
+        return said.out
+
+    return run
+
+
 @pytest.mark.parametrize(
     "command", [c for c in FIRST if c.kind == "run"], ids=lambda command: command.text
 )
-def test_first_commands_run_and_print_what_they_are_for(command, tmp_path, capsys):
+def test_first_commands_run_and_print_what_they_are_for(command, tmp_path, launch, capfd):
     arguments = check_docs.small(command.arguments, tmp_path)
-    if "wandb" not in command.text and command.text != "python launch.py":
+    logs_to_wandb = "wandb" in command.text or command.text == "python launch.py"
+    if not logs_to_wandb:
         arguments[arguments.index("wandb.mode=offline")] = "wandb.mode=disabled"
     # test_plugins.py runs a sweep with the default launcher, whose processes import everything.
     if "-m" in arguments:
         arguments.append("hydra/launcher=basic")
-    done = python("launch.py", *arguments)
-    assert done.returncode == 0, done.stderr
+    printed = launch(arguments, is_program=logs_to_wandb)
     results = [json.loads(path.read_text()) for path in tmp_path.glob("*/result.json")]
     assert results
     assert all(r["status"] == "done" and r.get("lossless/identical", True) for r in results)
-    said = " ".join(done.stdout.split())
+    said = " ".join(printed.split())
     for pattern in next(patterns for words, patterns in SAYS.items() if words in command.text):
-        assert re.search(pattern, said), (pattern, done.stdout)
+        assert re.search(pattern, said), (pattern, printed)
     assert " ? " not in said
     assert main([str(tmp_path)]) == 0
-    assert results[0]["id"] in capsys.readouterr().out
+    assert results[0]["id"] in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(
