@@ -43,7 +43,8 @@ from magicdec.serving.scheduler import Scheduler
 from magicdec.serving.slots import Slots
 
 LENGTHS, GENERATE_LEN = (50, 57, 64), 24  # of the rows' prompts, and of what is generated
-SIZES = ((1, 40), (3, 12), (5, 6), (8, 400))  # gammas and budgets
+COPIED = 3, 12  # the gamma and the budget at which rows are copied
+SIZES = ((1, 40), COPIED, (5, 6), (8, 400))  # gammas and budgets
 UNCOUNTED = 64  # bytes of a row's lengths in each layer of a cache, which no fact counts
 SAMPLED = SamplingConfig(temperature=1.0)
 OURS = "magicdec"  # the package whose choices are many, and checked by its own tests
@@ -156,17 +157,18 @@ def _decode_again(engine: NativeEngine) -> None:
     gamma. Raise Broken.
     """
     batch, watch, rounds = _decoded(engine)
-    if rounds != rounds_of(batch.decoder.generate(batch.draft)):
+    watch.junk = True
+    is_same = rounds == rounds_of(batch.decoder.generate(batch.draft))
+    watch.junk = False
+    if not is_same and rounds == rounds_of(batch.decoder.generate(batch.draft)):
+        raise Broken(
+            "propose: reads tokens behind the end of a row, which are left over from earlier rounds"
+        )
+    if not is_same:
         raise Broken(
             "prefill: leaves something of an earlier pass: the same prompts have other proposals"
             " accepted"
         )
-    watch.junk = True
-    if rounds != rounds_of(batch.decoder.generate(batch.draft)):
-        raise Broken(
-            "propose: reads tokens behind the end of a row, which are left over from earlier rounds"
-        )
-    watch.junk = False
     if engine.gamma > 1:
         batch.decoder.generate(batch.draft, gamma=engine.gamma - 1)
 
@@ -215,7 +217,7 @@ def wrong_rows(draft: str, policy: str, keys: dict[str, Any]) -> Iterator[str]:
     """Yield where a request that is copied into a slot has other proposals accepted than one that
     is decoded alone.
     """
-    gamma, budget = SIZES[1]
+    gamma, budget = COPIED
     engine = _trial(draft, policy, gamma, budget, keys)
     requests = [Request(prompt, Params(GENERATE_LEN)) for prompt in random_prompts(LENGTHS)]
     scheduler = Scheduler(Slots(engine, 2, max(LENGTHS) + GENERATE_LEN))

@@ -50,8 +50,9 @@ class StridedCache(DynamicCache):
         slot_BN = self.length_B.long()[:, None] + torch.arange(-self.budget, 0)
         return slot_BN[:, None].expand(-1, self.config.num_kv_heads, -1)
 """
-# A mistake that does not depend on the sizes is found at these as at all.
-FEW_SIZES = ((3, 12),) * 2
+# A mistake that does not depend on the sizes is found at this one as at all.
+ONE_SIZE = (conformance.COPIED,)
+CHECKS = ("wrong_tokens", "wrong_calls", "wrong_bytes", "wrong_rows")
 NO_ROWS = "    settings: Strided\n\n    def copy_row(self, row, source):\n        pass\n"
 
 
@@ -72,6 +73,19 @@ def check(tmp_path, monkeypatch, capsys, request):
     return run
 
 
+@pytest.fixture
+def check_with(check, monkeypatch):
+    """The same function for a module in which one of CHECKS, at one size, finds a mistake."""
+
+    def run(name, source):
+        monkeypatch.setattr(conformance, "SIZES", ONE_SIZE)
+        for other in set(CHECKS) - {name}:
+            monkeypatch.setattr(conformance, other, lambda *_: iter(()))
+        return check(source)
+
+    return run
+
+
 def test_the_examples_of_the_documentation_pass(check):
     """A policy and a draft of one module, at every gamma and budget."""
     code, said = check(POLICY + DRAFT)
@@ -81,22 +95,25 @@ def test_the_examples_of_the_documentation_pass(check):
 
 
 @pytest.mark.parametrize(
-    ("source", "wrong", "by", "line"),
+    ("by_check", "source", "wrong", "by", "line"),
     [
-        (POLICY, "compact = True", ONE_MORE, "takes the bytes"),
+        ("wrong_bytes", POLICY, "compact = True", ONE_MORE, "takes the bytes"),
         (
+            "wrong_tokens",
             POLICY,
             "return max(0, budget",
             "1 / 0\n        return max(0, budget",
             "ZeroDivisionError: division by zero",
         ),
         (
+            "wrong_rows",
             POLICY,
             "    settings: Strided\n",
             NO_ROWS,
             "copy_row leaves out what proposals depend on",
         ),
         (
+            "wrong_bytes",
             DRAFT,
             "    @classmethod\n",
             "    cache_bytes = 64\n\n    @classmethod\n",
@@ -104,10 +121,9 @@ def test_the_examples_of_the_documentation_pass(check):
         ),
     ],
 )
-def test_what_is_wrong_is_found(check, monkeypatch, source, wrong, by, line):
+def test_what_is_wrong_is_found(check_with, by_check, source, wrong, by, line):
     assert wrong in source
-    monkeypatch.setattr(conformance, "SIZES", FEW_SIZES)
-    code, said = check(source.replace(wrong, by))
+    code, said = check_with(by_check, source.replace(wrong, by))
     assert code == 1
     assert line in "".join(found for found in said.out.splitlines() if found.startswith("FAILED"))
 
@@ -230,23 +246,20 @@ def test_what_is_wrong_is_found(check, monkeypatch, source, wrong, by, line):
         ),
     ],
 )
-def test_what_a_round_would_hide_is_found(check, monkeypatch, source, right, wrong, line):
+def test_what_a_round_would_hide_is_found(check_with, source, right, wrong, line):
     """Right slots and tokens pass, wrong ones fail: clamped or masked, they would only lower the
     acceptance.
     """
     assert right in source
-    monkeypatch.setattr(conformance, "SIZES", FEW_SIZES)
-    for other in ("wrong_tokens", "wrong_bytes", "wrong_rows"):
-        monkeypatch.setattr(conformance, other, lambda *_: iter(()))
     source = "import torch\n" + source
-    code, said = check(source.replace(right, wrong))
+    code, said = check_with("wrong_calls", source.replace(right, wrong))
     failed = [found for found in said.out.splitlines() if found.startswith("FAILED")]
     assert code == 1
     assert line in " ".join(failed), said.out
 
 
 def test_a_dynamic_policy_passes(check, monkeypatch):
-    monkeypatch.setattr(conformance, "SIZES", FEW_SIZES)
+    monkeypatch.setattr(conformance, "SIZES", ONE_SIZE)
     code, said = check(LATEST)
     assert (code, said.out.count("ok")) == (0, 9), said.out
 
