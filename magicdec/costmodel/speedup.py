@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 from magicdec.config.omega import alpha_from_acceptance_length, check_gamma, omega
 from magicdec.errors import UserError
 
+NEGLIGIBLE = 2.0**-54  # a probability that no longer changes one near 1 to which it is added
+
 
 def round_time(gamma: int, draft: float, verify: float) -> float:
     """Return gamma T_D + T_V(gamma)."""
@@ -110,6 +112,9 @@ def _finished_by(gamma: int, alpha: float, num_tokens: int, proposes: float) -> 
     finished = np.empty(num_tokens)
     for r in range(num_tokens):
         missing = left[1:]
+        if missing.sum() < NEGLIGIBLE:
+            finished[r:] = left[0]
+            break
         left = np.concatenate((left[:1], np.zeros(num_tokens)))
         for tokens, probability in enumerate(yields, start=1):
             left[0] += probability * missing[: min(tokens, num_tokens)].sum()

@@ -109,7 +109,7 @@ def test_a_mix_of_lengths_has_a_mean_context_and_its_prefills():
         assert metrics["predicted/speedup_with_prefill"] < metrics["predicted/speedup"], (
             "prefill gains nothing"
         )
-    long_answers = outcome(*PLAN, *keys, "scenario.workload=[[500,20000]]").metrics
+    long_answers = outcome(*PLAN, *keys, "scenario.workload=[[500,5000]]").metrics
     assert long_answers["predicted/speedup_with_prefill"] == pytest.approx(
         long_answers["predicted/speedup"], rel=0.05
     )
