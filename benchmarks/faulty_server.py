@@ -8,6 +8,7 @@ are accepted at random. So a busy machine does not disturb it, and what is wrong
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -60,16 +61,20 @@ class Simulated:
     faults: Faults = field(default_factory=Faults)
     seed: int = 0
 
+    @cached_property
+    def small_step_s(self) -> float:
+        """Return the time of a small decode step."""
+        return self.setup.at(batch=1, context=1024).target_time.total
+
     def seconds(self, batch: int, context: float, gamma: int, way: str) -> float:
         """Return the time of a step, or of a round."""
         at = self.setup.at(batch=batch, context=round(context))
         if way == "autoregressive":
             return at.target_time.total
         times = round_times(at, gamma)
-        small = self.setup.at(batch=1, context=1024).target_time.total
         whole = times.verify.total + times.overhead.total
         whole += gamma * self.faults.entry_reads * at.target_time.kv
-        whole += self.faults.round_waits * small
+        whole += self.faults.round_waits * self.small_step_s
         if way == "speculative":
             whole += gamma * (1 + self.faults.draft) * times.draft.total
         return whole
