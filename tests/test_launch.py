@@ -457,20 +457,29 @@ def test_exit_codes_reach_the_shell_and_a_mistake_does_not_wait_for_pytorch(here
     assert [path.name for path in here.iterdir()] == ["torch"]
 
 
-def test_tab_completion(here):
+def test_tab_completion(here, monkeypatch, capsys, hydra_logging):
     installed = in_subprocess("-sc", "install=bash")
     assert (installed.returncode, installed.stderr) == (0, "")
     assert "complete" in installed.stdout
-    for line in ("launch.py target=ti", "launch.py serve target=ti"):
-        asked = in_subprocess("-sc", "query=bash", COMP_LINE=line, COMP_POINT=str(len(line)))
-        assert asked.stdout.split() == ["target=tiny", "target=tiny-draft", "target=tinyllama-1.1b"]
+    line = "launch.py target=ti"
+    targets = ["target=tiny", "target=tiny-draft", "target=tinyllama-1.1b"]
+    asked = in_subprocess("-sc", "query=bash", COMP_LINE=line, COMP_POINT=str(len(line)))
+    assert asked.stdout.split() == targets
+
+    def completed(line):
+        monkeypatch.setenv("COMP_LINE", line)
+        monkeypatch.setenv("COMP_POINT", str(len(line)))
+        monkeypatch.setattr(sys, "argv", ["launch.py", "-sc", "query=bash"])
+        assert cli.main() == 0
+        return capsys.readouterr().out.split()
+
+    assert completed("launch.py serve target=ti") == targets
     for typed, commands in {
         "re": {"report"},
         "c": {"compare", "clean", "calibrate", "check-plugin"},
     }.items():
         for line in (f"magicdec {typed}", f"python launch.py {typed}"):
-            asked = in_subprocess("-sc", "query=bash", COMP_LINE=line, COMP_POINT=str(len(line)))
-            assert set(asked.stdout.split()) & set(cli.COMMANDS) == commands
+            assert set(completed(line)) & set(cli.COMMANDS) == commands
 
 
 WITHOUT_POSIX = """
