@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import sys
 from dataclasses import replace
 from tempfile import TemporaryDirectory
 
@@ -11,6 +12,7 @@ import torch
 import yaml
 from rich.console import Console
 
+from magicdec import cli
 from magicdec.cache.streaming import Streaming
 from magicdec.config.load import compose
 from magicdec.costmodel.acceptance import Curves, published_points
@@ -30,7 +32,6 @@ from magicdec.scenarios import plan as plan_scenario
 from magicdec.scenarios import predict as predict_scenario
 from magicdec.tracking.progress import progress
 from magicdec.tracking.store import Run
-from tests.programs import python
 
 LLAMA = ("target=llama-3.1-8b", "batch.context_len=32000", "cache.budget=512", "batch.size=64")
 
@@ -63,7 +64,7 @@ def predicted(*overrides):
     ).metrics
 
 
-def test_predict_from_the_command_line_leaves_a_run(tmp_path):
+def test_predict_from_the_command_line_leaves_a_run(tmp_path, monkeypatch, capfd, hydra_logging):
     """It finds the paper's critical context."""
     keys = [
         "scenario=predict",
@@ -72,8 +73,9 @@ def test_predict_from_the_command_line_leaves_a_run(tmp_path):
         f"runs_dir={tmp_path}",
         "wandb.mode=disabled",
     ]
-    done = python("launch.py", *keys, *LLAMA)
-    assert done.returncode == 0, done.stderr
+    monkeypatch.setattr(sys, "argv", ["launch.py", *keys, *LLAMA])
+    assert cli.main() == 0
+    said = capfd.readouterr().out
     for words in (
         "pays from",
         "what bounds the steps",
@@ -81,7 +83,7 @@ def test_predict_from_the_command_line_leaves_a_run(tmp_path):
         "calibrated on 8xA100",
         "S* is",
     ):
-        assert words in done.stdout
+        assert words in said
     (path,) = tmp_path.glob("*/result.json")
     result = json.loads(path.read_text())
     assert result["status"] == "done"
