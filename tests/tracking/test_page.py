@@ -4,8 +4,6 @@ is fetched.
 
 import json
 import re
-import shutil
-import subprocess
 
 import pytest
 
@@ -13,24 +11,9 @@ from magicdec.report import page
 from magicdec.report.charts import PARTS
 from magicdec.report.fastest import answer
 from magicdec.report.rows import read_rows
+from tests.tracking.browser import CHROMIUM, browsing
 from tests.tracking.stores import data_of, write_load, write_store
 
-CHROMIUM = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-)
-FLAGS = [
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--no-first-run",
-    "--disable-background-networking",
-]
-FLAGS += [
-    "--disable-component-update",
-    "--disable-sync",
-    "--virtual-time-budget=5000",
-    "--dump-dom",
-]
 NUMBER = 400
 browser = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (apt-get install chromium)")
 # Marks of one kind in one chart, such as numMarks("steps", "rect"); and what the tests look at.
@@ -58,34 +41,26 @@ def html(tmp_path_factory):
     return page.html_page(read_rows(folder / "runs"), title="runs <b>")
 
 
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory):
+    with browsing(tmp_path_factory.mktemp("user")) as started:
+        yield started
+
+
 @pytest.fixture
-def look(tmp_path):
+def look(tmp_path, chromium):
     """Return the values of JavaScript expressions, one after the other, in the page of some rows
     (or in a page).
     """
 
     def in_browser(rows, *expressions, state=""):
-        path = tmp_path / "page.html"
-        html = rows if isinstance(rows, str) else page.html_page(rows, "a page")
-        steps = "".join(f"found.push({expression}); await wait();" for expression in expressions)
-        steps = f"await ready; await wait(); {steps}"
-        deed = (
-            f"{HELPERS}(async () => {{ const found = []; {steps} document.title ="
-            " JSON.stringify(found); })();"
-        )
+        path = tmp_path / f"page{len(list(tmp_path.iterdir()))}.html"
         path.write_text(
-            html.replace("</body>", f"<script>{deed}</script></body>"), encoding="utf-8"
+            rows if isinstance(rows, str) else page.html_page(rows, "a page"), encoding="utf-8"
         )
-        command = [
-            CHROMIUM,
-            *FLAGS,
-            f"--user-data-dir={tmp_path / 'user'}",
-            f"file://{path}{state and '#' + state}",
-        ]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stderr
-        title = re.search(r"<title>(.*?)</title>", done.stdout, re.S)[1]
-        return json.loads(title.replace("&amp;", "&").replace("&lt;", "<").replace("&gt;", ">"))
+        steps = "".join(f"found.push({expression}); await wait();" for expression in expressions)
+        deed = f"const found = []; await ready; await wait(); {steps} return found;"
+        return chromium.look(path, state, f"{HELPERS}(async () => {{ {deed} }})()")
 
     return in_browser
 
