@@ -25,7 +25,7 @@ def chat(parts):
     """A client of a server whose model has a template."""
     tokenizer = copy.deepcopy(parts[1])
     tokenizer.chat_template = TEMPLATE
-    with serving(parts, 2, 512, tokenizer=tokenizer) as url:
+    with serving(parts, 2, 128, tokenizer=tokenizer) as url:
         yield client_of(url)
 
 
@@ -82,7 +82,7 @@ def test_a_chat_is_a_completion_of_the_template(chat, whole):
 
 def test_a_chat_without_a_limit_ends_where_the_slot_does(chat):
     answer = chatted(chat, max_completion_tokens=None, extra_body={"ignore_eos": True})
-    assert answer.usage.total_tokens == 512
+    assert answer.usage.total_tokens == 128
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_a_stop_string_ends_an_answer_wherever_it_begins(chat, whole, start, len
 
 
 def test_a_stop_string_frees_the_slot_and_is_counted_as_a_stop(chat, whole):
-    assert completed(chat, stop=whole[5:9], max_tokens=400).usage.completion_tokens < 40
+    assert completed(chat, stop=whole[5:9], max_tokens=80).usage.completion_tokens < 40
     metrics = httpx.get(str(chat.base_url).replace("/v1/", "/metrics")).text
     assert 'magicdec_requests_total{end="stop"}' in metrics
     assert 'end="cancelled"' not in metrics
@@ -131,8 +131,8 @@ def test_a_stop_string_frees_the_slot_and_is_counted_as_a_stop(chat, whole):
         ),
         ({"tools": [{"type": "function"}]}, "not supported; leave it out"),
         (
-            {"max_completion_tokens": 500},
-            "tokens and max_completion_tokens=500 exceed the limit of 512 tokens",
+            {"max_completion_tokens": 120},
+            "tokens and max_completion_tokens=120 exceed the limit of 128 tokens",
         ),
         ({"max_completion_tokens": -1}, "max_completion_tokens=-1: must be at least 1"),
         ({"max_tokens": 5}, "max_tokens and max_completion_tokens differ; send one"),
