@@ -19,14 +19,16 @@ def opened(picture: bytes | Path) -> Image.Image:
 
 def ink(picture: bytes | Path) -> float:
     """Return the share of pixels that differ from the picture's corner."""
-    pixels = np.asarray(opened(picture)).astype(int)
-    return float((abs(pixels - pixels[0, 0]).max(-1) > TOLERANCE).mean())
+    pixels = np.asarray(opened(picture)).astype(np.int16)
+    return float((abs(pixels - pixels[0, 0]) > TOLERANCE).any(-1).mean())
 
 
 def coloured(picture: bytes | Path) -> float:
     """Return the share of pixels that have a hue. Marks have one; axes and texts are grey."""
-    pixels = np.asarray(opened(picture)).astype(int)
-    return float((pixels.max(-1) - pixels.min(-1) > 3 * TOLERANCE).mean())
+    red, green, blue = np.moveaxis(np.asarray(opened(picture)), -1, 0)
+    most = np.maximum(np.maximum(red, green), blue)
+    least = np.minimum(np.minimum(red, green), blue)
+    return float((most - least > 3 * TOLERANCE).mean())
 
 
 def spots(picture: bytes | Path, colour: str, least: int = 30) -> list[tuple[float, float]]:
