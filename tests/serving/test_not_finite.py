@@ -16,9 +16,9 @@ from magicdec.serving.slots import Slots
 from tests.serving.test_lossless import ENDLESS, TARGET, alone, slots_with
 from tests.small import VOCAB, noisy_copy, random_prompts, small_drafter
 
-LONG, SHORT = 60, [33, 10, 12, 9]  # a long neighbour makes attention read behind the shorter rows
+LONG, SHORT = 60, [33, 10, 12]  # a long neighbour makes attention read behind the shorter rows
 PROMPTS = random_prompts([LONG, *SHORT])
-COUNTS = [40, 25, 5, 5, 5]
+COUNTS = [25, 20, 5, 5]
 EXPECTED = [alone(prompt, count) for prompt, count in zip(PROMPTS, COUNTS, strict=True)]
 STRANGE = min(set(range(VOCAB)).difference(*EXPECTED, *PROMPTS))
 
@@ -145,7 +145,7 @@ def test_a_request_that_leaves_in_its_prefill_spoils_no_other(attention):
         scheduler.submit(request)
     finish(scheduler)
     assert requests[1].end == "cancelled"
-    others = [0, 2, 3, 4]
+    others = [0, 2, 3]
     assert [requests[i].tokens for i in others] == [EXPECTED[i] for i in others]
 
 
