@@ -14,7 +14,9 @@ import stat
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from functools import cache
 from itertools import repeat
 from pathlib import Path
@@ -23,6 +25,11 @@ from typing import Any
 import torch
 
 from magicdec.errors import UserError, to_stderr
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 FOLDER = Path(__file__).parent
 SOURCES = sorted(FOLDER.glob("*.cpp"))
@@ -147,27 +154,16 @@ def _is_private(folder: Path) -> bool:
 
 @cache
 def _obstacle(library: Path, command: str | None) -> str | None:
-    """Compile the library. Return why that fails, if it does. Several processes may do so at the
-    same time.
+    """Compile the library, unless another process does so meanwhile. Return why that fails, if it
+    does.
     """
     if command is None:
         return f"{NEEDS_COMPILER}, and neither is installed (CXX names another)"
-    to_stderr(f"attention=cpp: compiling its kernels with {command}, once")
     try:
         library.parent.mkdir(parents=True, exist_ok=True)
-        with (
-            tempfile.TemporaryDirectory(dir=library.parent) as folder,
-            ThreadPoolExecutor() as pool,
-        ):
-            objects = [Path(folder, f"{source.stem}.o") for source in SOURCES]
-            tasks = [
-                ("-c", str(source), "-o", str(made))
-                for source, made in zip(SOURCES, objects, strict=True)
-            ]
-            list(pool.map(lambda task: _compile(command, *task), tasks))
-            made = Path(folder, library.name)
-            _compile(command, "-shared", *map(str, objects), "-o", str(made))
-            made.replace(library)
+        with _in_turn(library.parent):
+            if not library.exists():
+                _build(library, command)
     except subprocess.CalledProcessError as error:
         lines = [line for line in error.stderr.splitlines() if "error" in line]
         return (
@@ -179,6 +175,38 @@ def _obstacle(library: Path, command: str | None) -> str | None:
             f"{NEEDS_COMPILER} and a folder for the library: {error}; XDG_CACHE_HOME names another"
         )
     return None
+
+
+@contextmanager
+def _in_turn(folder: Path) -> Iterator[None]:
+    """Let one process after the other compile into a folder. Where it cannot be locked, several do
+    so at the same time, which is a waste only.
+    """
+    if fcntl is None:
+        yield
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _build(library: Path, command: str) -> None:
+    """Compile the library, and put it in its place once it is whole."""
+    to_stderr(f"attention=cpp: compiling its kernels with {command}, once")
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder, ThreadPoolExecutor() as pool:
+        objects = [Path(folder, f"{source.stem}.o") for source in SOURCES]
+        tasks = [
+            ("-c", str(source), "-o", str(made))
+            for source, made in zip(SOURCES, objects, strict=True)
+        ]
+        list(pool.map(lambda task: _compile(command, *task), tasks))
+        made = Path(folder, library.name)
+        _compile(command, "-shared", *map(str, objects), "-o", str(made))
+        made.replace(library)
 
 
 def _compile(command: str, *arguments: str) -> None:

@@ -15,6 +15,14 @@ import torch
 from magicdec.attention import backends
 from magicdec.errors import UserError
 from magicdec.kernels import library
+from tests.programs import Program
+
+BUILDS = """
+import sys
+from pathlib import Path
+from magicdec.kernels import library
+sys.exit(library._obstacle(Path(sys.argv[1]), sys.argv[2]))
+"""
 
 
 @pytest.mark.skipif(library.compiler() is None, reason="needs a C++ compiler")
@@ -45,6 +53,19 @@ def test_it_is_built_once_and_what_is_in_the_way_is_one_line(tmp_path, monkeypat
         == "needs a C++ compiler (g++ 12 or newer, or clang++), and neither is installed (CXX names"
         " another)"
     )
+
+
+def test_processes_that_begin_together_compile_once(tmp_path):
+    """The compiler notes each call, and is slow enough for all to begin."""
+    compiler, built = tmp_path / "c++", tmp_path / "cache" / "kernels.so"
+    compiler.write_text(
+        f'#!/bin/sh\necho >> {tmp_path}/calls\nsleep 0.3\nfor last; do :; done\necho > "$last"\n'
+    )
+    compiler.chmod(0o755)
+    programs = [Program("-c", BUILDS, built, compiler) for _ in range(3)]
+    assert [program.finish().returncode for program in programs] == [0, 0, 0]
+    calls = (tmp_path / "calls").read_text().count("\n")
+    assert calls == len(library.SOURCES) + 1, "each source, and what links them"
 
 
 def test_each_source_decides_the_library_s_name(tmp_path, monkeypatch):
