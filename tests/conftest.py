@@ -104,10 +104,16 @@ def pytest_collection_finish():
     """Take what is imported out of the garbage collector's sight: it stays, and each visit takes a
     second.
     """
-    gc.collect()
     gc.freeze()
     gc.enable()
     gc.set_threshold(50_000)  # composing a configuration makes many objects that all stay in use
+
+
+def pytest_runtest_teardown(item, nextitem):
+    """Take what the tests of a module leave in use out of its sight, too: runs collect garbage."""
+    if nextitem is not None and nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_unconfigure():
