@@ -40,7 +40,7 @@ from tests.checkpoints import (
 )
 from tests.small import accepted, new_engine, open_batch, random_prompts, small_drafter
 
-LENGTHS, NEW_TOKENS, VOCABULARY = [37, 9, 50, 2], 16, 96
+LENGTHS, NEW_TOKENS, VOCABULARY = [37, 9, 50, 2], 12, 96
 ROLLBACKS = ("keep", "replay")
 KEYS = {"budget": 16, "num_sink": 2, "page_size": 4, "generate_len": NEW_TOKENS}
 POLICIES_OVER_STATES = [name for name in POLICIES if not POLICIES[name].facts.replays]
