@@ -157,18 +157,17 @@ def _decode_again(engine: NativeEngine) -> None:
     gamma. Raise Broken.
     """
     batch, watch, rounds = _decoded(engine)
-    watch.junk = True
-    is_same = rounds == rounds_of(batch.decoder.generate(batch.draft))
-    watch.junk = False
-    if not is_same and rounds == rounds_of(batch.decoder.generate(batch.draft)):
-        raise Broken(
-            "propose: reads tokens behind the end of a row, which are left over from earlier rounds"
-        )
-    if not is_same:
+    if rounds != rounds_of(batch.decoder.generate(batch.draft)):
         raise Broken(
             "prefill: leaves something of an earlier pass: the same prompts have other proposals"
             " accepted"
         )
+    watch.junk = True
+    if rounds != rounds_of(batch.decoder.generate(batch.draft)):
+        raise Broken(
+            "propose: reads tokens behind the end of a row, which are left over from earlier rounds"
+        )
+    watch.junk = False
     if engine.gamma > 1:
         batch.decoder.generate(batch.draft, gamma=engine.gamma - 1)
 
