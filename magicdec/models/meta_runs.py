@@ -36,15 +36,12 @@ class EachOnce(TorchDispatchMode):
 
 
 def _is_new(out: Tensor, func: Any, arguments: Any) -> bool:
-    """Tell whether an operator has made its result, which is no view and nothing that it was
-    given.
-    """
-    if func._schema.is_mutable or any(one.alias_info for one in func._schema.returns):
+    """Return whether an operator has made its result: it is no view, and nothing that was given."""
+    if func._schema.is_mutable or any(result.alias_info for result in func._schema.returns):
         return False
     given = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
-    return type(out) is Tensor and all(
-        out.untyped_storage()._cdata != one.untyped_storage()._cdata for one in given
-    )
+    storages = {tensor.untyped_storage()._cdata for tensor in given}
+    return type(out) is Tensor and out.untyped_storage()._cdata not in storages
 
 
 def _likeness(argument: Any) -> object:

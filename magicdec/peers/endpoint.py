@@ -103,8 +103,8 @@ async def _note_sent(_: Any) -> None:
 
 
 def _certificates(address: Address) -> ssl.SSLContext | bool:
-    """Return whom to trust: nobody where no connection is encrypted, for to load the certificates
-    of all authorities takes 20 ms.
+    """Return whom to trust: nobody where no connection is encrypted, because loading the
+    certificates of all authorities takes 20 ms.
     """
     is_plain = address.url.startswith("http://") and not address.proxied
     return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if is_plain else True

@@ -111,7 +111,7 @@ def test_what_is_made_again_counts_again_and_views_and_changes_do_not():
             kept += [torch.dropout(whole, 0.5, train=False)]
         assert allocations.live == 400
         kept += [whole * 2, whole * 2.0, whole * 2, whole[:50] * 2]
-        assert [one.dtype for one in kept[-4:-1]] == [torch.int32, torch.float32, torch.int32]
+        assert [tensor.dtype for tensor in kept[-4:-1]] == [torch.int32, torch.float32, torch.int32]
         assert allocations.live == 4 * 400 + 200
         del kept[-1]
         assert (allocations.live, allocations.peak) == (1600, 1800)
