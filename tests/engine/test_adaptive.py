@@ -21,8 +21,9 @@ from magicdec.engine.output_audit import audit
 from magicdec.measure import metrics
 from tests.clock import count_slots
 from tests.engine.test_graphs import CASES, TARGET
-from tests.small import drafting
+from tests.small import as_on_cpus, drafting, small_model
 
+ON_CPUS = as_on_cpus(small_model())
 GAMMAS = (1, 2, 3, 5, 8)
 ROWS, ROUNDS = 8, 150
 
@@ -219,8 +220,8 @@ class Scripted(AdaptiveCycle):
 def test_every_change_of_gamma_is_lossless(draft, policy, monkeypatch):
     monkeypatch.setattr("magicdec.engine.adaptive.AdaptiveCycle", Scripted)
     monkeypatch.setattr(choices, "AUTO_GAMMAS", (1, 2, 5))
-    settings = {"budget": 16, "num_sink": 2, "page_size": 4, "refresh": 2, "generate_len": 34}
-    batch = drafting(draft, TARGET, [50, 61, 70], gamma="auto", policy=policy, **settings)
+    settings = {"budget": 16, "num_sink": 2, "page_size": 4, "refresh": 2, "generate_len": 48}
+    batch = drafting(draft, ON_CPUS, [50, 61, 70], gamma="auto", policy=policy, **settings)
     warm_up(batch)
     plain, fast = batch.decoder.generate(), batch.decoder.generate(batch.draft)
     assert audit(batch.decoder, plain.tokens, fast.tokens).passed

@@ -17,10 +17,8 @@ from tests.chi_square import chisquare
 from tests.small import VOCAB, noisy_copy, open_batch, random_prompts, small_drafter, small_model
 
 V, ROWS, LENGTH = 5, 3000, 3  # sequences of so many tokens are counted
-# Half as wide as other small models: each row is computed.
-SHAPE = {"hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "num_kv_heads": 1}
-TARGET = small_model(vocab_size=V, spread=0.5, **SHAPE)
-PROMPT = tuple(random_prompts([8], vocab=V)[0])
+TARGET = small_model(vocab_size=V, spread=0.4)
+PROMPT = tuple(random_prompts([9], vocab=V)[0])
 
 
 @pytest.mark.parametrize(("draft", "gamma"), [("none", 0), ("self", 1), ("self", 3)])
@@ -94,10 +92,10 @@ def test_what_is_written_has_the_targets_distribution(draft, vocab, sampling):
     """
     model = small_drafter(draft, TARGET, 0.0)
     if isinstance(model, Transformer) and not isinstance(model, StatesModel):
-        model = small_model(1, vocab_size=vocab, spread=0.5, **SHAPE)
+        model = small_model(1, vocab_size=vocab, spread=0.4)
     settings = {
         "policy": "streaming",
-        "budget": 5,
+        "budget": 8,
         "num_sink": 2,
         "gamma": 2,
         "generate_len": LENGTH,

@@ -181,7 +181,7 @@ def test_the_prompts_entries_stay_as_they_are(draft, policy, monkeypatch):
     monkeypatch.setattr(choices, "AUTO_GAMMAS", (1, 3))
     lengths, target = [30, 44], small_model()
     batch = drafting(
-        draft, target, lengths, gamma="auto", policy=policy, budget=40, num_sink=2, generate_len=8
+        draft, target, lengths, gamma="auto", policy=policy, budget=40, num_sink=2, generate_len=12
     )
     decoder = batch.decoder
     before, last_BE = entries_hash(decoder.cache, lengths), decoder.last_BE.clone()
@@ -197,7 +197,7 @@ def test_the_prompts_entries_stay_as_they_are(draft, policy, monkeypatch):
     assert entries_hash(decoder.cache, lengths) == before
     assert torch.equal(decoder.last_BE, last_BE)
     again = (
-        new_engine(target, generate_len=8).open(random_prompts(lengths), 0, decoder.cache).decoder
+        new_engine(target, generate_len=12).open(random_prompts(lengths), 0, decoder.cache).decoder
     )
     again.resume(last_BE)
     assert again.generate().tokens == plain.tokens == fast.tokens == fixed.tokens
