@@ -147,6 +147,36 @@ def test_what_can_run_here_is_run():
     assert reasons["python launch.py target=llama-3.1-8b"] == "needs a checkpoint"
 
 
+def test_a_command_that_needs_an_earlier_one_of_its_page_is_run_behind_it(monkeypatch, capsys):
+    page, later = "docs/cost-model.md", "python launch.py scenario=predict hardware=calibrated"
+    chosen = [command for command in COMMANDS if command.text in ("magicdec calibrate", later)]
+    done = []
+
+    def run_here(command, folder, limit):
+        done.append((command.text, folder))
+        return ""
+
+    monkeypatch.setattr(check_docs, "commands", lambda: chosen)
+    monkeypatch.setattr(check_docs, "run_here", run_here)
+    monkeypatch.setattr(check_docs, "_launch", lambda *_: None)
+    monkeypatch.setattr("sys.argv", ["check_docs.py"])
+    assert check_docs.main() == 0
+    assert [text for text, _ in done] == ["magicdec calibrate", later]
+    assert done[0][1] == done[1][1]
+    assert page in capsys.readouterr().out
+
+
+def test_commands_with_a_hyphen_are_read_as_commands():
+    assert check_docs._classified("page", "magicdec check-plugin my_policy").kind == "parse"
+
+
+def test_repeats_until_they_agree_end_within_the_time_of_a_command(tmp_path):
+    given = ("scenario.repeats=auto", "scenario.max_minutes=10")
+    assert {"scenario.repeats=auto", "scenario.max_minutes=0.5"} <= {
+        *check_docs.small(given, tmp_path)
+    }
+
+
 def test_commands_that_are_new_are_known(monkeypatch):
     with pytest.raises(SystemExit, match="--since no-such-commit: no such commit"):
         check_docs.changed_since("no-such-commit")

@@ -1,7 +1,7 @@
 """Check every command of the documentation: run it, compose its configuration, or read its
 arguments.
 
-python tools/check_docs.py           # all of them, in minutes; the exit code is 1 if one fails
+python tools/check_docs.py           # all of them, all three ways; the exit code is 1 if one fails
 python tools/check_docs.py --list    # only say what is done with which
 python tools/check_docs.py --run     # run every command that needs neither a GPU, the network nor another server
 python tools/check_docs.py --run --since HEAD~1    # of these, the commands that are new or have changed
@@ -9,8 +9,8 @@ python tools/check_docs.py --run --since HEAD~1    # of these, the commands that
 run: at small sizes. compose: runs that need a GPU, a checkpoint or hours. parse: subcommands and
 scripts, whose arguments must exist. skip: other programs, such as pip and wandb.
 
-With --run, the commands of a page run one after another in a folder of their own, which has a few
-runs to report on and the plugin of docs/plugins.md. Predictions run as they are, all else at small
+The commands of a page run one after another in a folder of their own, which has a few runs to
+report on and the plugin of docs/plugins.md. Predictions run as they are, all else at small
 sizes. Each has a limit of time. What is not run is listed with the reason.
 """  # noqa: E501
 
@@ -53,6 +53,7 @@ SMALL_VERIFY = [
 SMALL_PREDICTION = ["wandb.mode=offline"]  # as large as it is asked for
 SMALL_PROFILE = ["batch.generate_len=48", "wandb.mode=offline"]
 SMALL_SERVE = [*SMALL[:3], "scenario.num_requests=4", "wandb.mode=offline"]
+SHORTEST = "scenario.max_minutes=0.5"  # of repeats until they agree
 LOCAL_TARGETS = ("tiny", "tiny-draft")  # all others need a checkpoint
 PLACEHOLDERS = re.compile(
     r"\b(FOLDER|FILE|NAME|TEAM|ENTITY|RUN_ID|PYTHON|CONFIG)\b|\.\.\.|org/name|/\w+/"
@@ -144,7 +145,7 @@ def _classified(page: str, text: str) -> Command:
         return Command(page, text, "skip")
     if words[:3] == ["python", "-m", "magicdec"]:
         words = words[2:]
-    if words[0] == "magicdec" and len(words) > 1 and re.fullmatch("[a-z]+", words[1]):
+    if words[0] == "magicdec" and len(words) > 1 and re.fullmatch("[a-z-]+", words[1]):
         return Command(page, text, "parse", tuple(words[1:]))
     if launches or words[0] == "magicdec":
         arguments = tuple(words[2:] if launches else words[1:])
@@ -179,8 +180,9 @@ def small(arguments: tuple[str, ...], runs: Path) -> list[str]:
     elif "scenario.batch_sizes" in given:  # a grid of its own sizes
         sizes = SMALL_PROFILE
     extra = [override for override in sizes if override.partition("=")[0] not in given]
+    shortened = [re.sub(r"^scenario\.max_minutes=.*", SHORTEST, argument) for argument in arguments]
     return sorted(
-        [*arguments, *extra, f"runs_dir={runs}"], key=lambda argument: not argument.startswith("-")
+        [*shortened, *extra, f"runs_dir={runs}"], key=lambda argument: not argument.startswith("-")
     )
 
 
@@ -249,21 +251,14 @@ def parse(arguments: tuple[str, ...]) -> None:
 
 
 def check(command: Command) -> str:
-    """Do what the command's kind says; return what is wrong, or an empty text."""
+    """Compose a command, or read its arguments, as its kind says; return what is wrong, or an empty
+    text.
+    """
     try:
         if command.kind == "compose":
             compose(command.arguments)
         elif command.kind == "parse":
             parse(command.arguments)
-        elif command.kind == "run":
-            with tempfile.TemporaryDirectory() as folder:
-                line = [
-                    sys.executable,
-                    str(ROOT / "launch.py"),
-                    *small(command.arguments, Path(folder, "runs")),
-                ]
-                done = subprocess.run(line, cwd=folder, capture_output=True, text=True)
-                return "" if done.returncode == 0 else done.stderr[-500:]
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
@@ -360,7 +355,7 @@ def main() -> int:
     parser.add_argument(
         "--list", action="store_true", help="only print the commands with what is done with them"
     )
-    parser.add_argument("--kind", choices=("run", "compose", "parse"), help="only these")
+    parser.add_argument("--kind", choices=("compose", "parse"), help="only these")
     parser.add_argument(
         "--run", action="store_true", help="run all that can run here, at small sizes"
     )
@@ -374,7 +369,7 @@ def main() -> int:
         help="with --run: only commands that contain this text",
     )
     parser.add_argument(
-        "--limit", type=float, default=120.0, help="with --run: seconds of each (default: 120)"
+        "--limit", type=float, default=120.0, help="seconds of each that is run (default: 120)"
     )
     options = parser.parse_args()
     if options.run:
@@ -393,6 +388,8 @@ def main() -> int:
         print(f"{command.kind:8}{command.page:28}{command.text}", flush=True)
         if wrong:
             print(f"    FAILED: {wrong}")
+    if not options.list and not options.kind:
+        failed += run_pages(commands(), options.limit)
     return 1 if failed else 0
 
 
