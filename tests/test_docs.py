@@ -61,7 +61,7 @@ def test_the_readme_begins_with_its_two_commands():
 
 
 @pytest.fixture
-def launch(monkeypatch, capfd, hydra_logging):
+def launch(tmp_path, monkeypatch, capfd, hydra_logging):
     """A function that runs `python launch.py` with these arguments, and returns what it prints:
     in this process or, with `is_program`, in one of its own.
     """
@@ -71,6 +71,7 @@ def launch(monkeypatch, capfd, hydra_logging):
             done = python("launch.py", *arguments)
             assert done.returncode == 0, done.stderr
             return done.stdout
+        monkeypatch.chdir(tmp_path)  # where a search for plans writes the best
         monkeypatch.setattr(sys, "argv", ["launch.py", *arguments])
         code, said = cli.main(), capfd.readouterr()
         assert code == 0, said.err
@@ -175,6 +176,14 @@ def test_repeats_until_they_agree_end_within_the_time_of_a_command(tmp_path):
     assert {"scenario.repeats=auto", "scenario.max_minutes=0.5"} <= {
         *check_docs.small(given, tmp_path)
     }
+
+
+def test_a_plan_of_the_reader_is_not_in_the_way(tmp_path):
+    """In a checkout, conf/experiment/planned.yaml is an option of every folder."""
+    names = {key for key in check_docs.small(("scenario=plan",), tmp_path) if "save_as" in key}
+    assert names == {"scenario.save_as=of_the_documentation"}
+    given = check_docs.small(("scenario=plan", "scenario.save_as=null"), tmp_path)
+    assert {key for key in given if "save_as" in key} == {"scenario.save_as=null"}
 
 
 def test_commands_that_are_new_are_known(monkeypatch):

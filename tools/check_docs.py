@@ -51,6 +51,8 @@ SMALL_VERIFY = [
     for key in ("batch_sizes=[2]", "context_lens=[320]", "gammas=[2]", "repeats=1")
 ]
 SMALL_PREDICTION = ["wandb.mode=offline"]  # as large as it is asked for
+# A reader's own plan stays as it is, and does not stand in the way.
+SMALL_PLAN = [*SMALL_PREDICTION, "scenario.save_as=of_the_documentation"]
 SMALL_PROFILE = ["batch.generate_len=48", "wandb.mode=offline"]
 SMALL_SERVE = [*SMALL[:3], "scenario.num_requests=4", "wandb.mode=offline"]
 SHORTEST = "scenario.max_minutes=0.5"  # of repeats until they agree
@@ -175,7 +177,9 @@ def small(arguments: tuple[str, ...], runs: Path) -> list[str]:
         sizes = [*SMALL_VERIFY, "wandb.mode=offline"]
     elif "scenario=serve" in arguments:
         sizes = SMALL_SERVE
-    elif {"scenario=predict", "scenario=plan"} & {*arguments}:
+    elif "scenario=plan" in arguments:
+        sizes = SMALL_PLAN
+    elif re.search(PREDICTS, " ".join(arguments)):
         sizes = SMALL_PREDICTION
     elif "scenario.batch_sizes" in given:  # a grid of its own sizes
         sizes = SMALL_PROFILE
@@ -329,9 +333,7 @@ def run_here(command: Command, folder: Path, limit: float) -> str:
     words = shlex.split(
         re.sub(r"^python -m magicdec|^python launch\.py|^magicdec", "", command.text)
     )
-    if re.search(PREDICTS, command.text):
-        words += ["wandb.mode=offline"]
-    elif command.kind != "parse":
+    if command.kind != "parse":
         words = small(tuple(words), Path("runs"))
     try:
         done = _launch(words, folder, limit)
@@ -369,7 +371,7 @@ def main() -> int:
         help="with --run: only commands that contain this text",
     )
     parser.add_argument(
-        "--limit", type=float, default=120.0, help="seconds of each that is run (default: 120)"
+        "--limit", type=float, default=300.0, help="seconds of each that is run (default: 300)"
     )
     options = parser.parse_args()
     if options.run:
