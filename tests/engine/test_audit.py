@@ -20,9 +20,9 @@ from magicdec.measure.round_profile import profile_round
 from magicdec.models.kv_cache import KVCache
 from magicdec.verification import accept
 from magicdec.verification.sampling import Sampling, Use, draw, probabilities, uniform_BT
-from tests.small import VOCAB, noisy_copy, open_batch, random_prompts, small_model
+from tests.small import VOCAB, as_on_cpus, noisy_copy, open_batch, random_prompts, small_model
 
-TARGET = small_model(spread=0.15)
+TARGET = as_on_cpus(small_model(spread=0.15))
 SAMPLING = Sampling(temperature=0.9, top_k=20, top_p=0.95, seed=3)
 PROMPTS = random_prompts([30] * 40, seed=1)
 PROMPT_METRICS = {"lossless/prompt_checked", "lossless/prompt_wrong", "lossless/prompt_max_error"}
@@ -122,7 +122,7 @@ def tied():
     """A target to which two tokens are nearly equal, a batch, what it wrote greedily, and where row
     0 has one of the two, and the other.
     """
-    target = small_model(tie_word_embeddings=False)
+    target = as_on_cpus(small_model(tie_word_embeddings=False))
     prompts = random_prompts([40, 50])
     row = open_batch(target, prompts[:1]).decoder.generate().tokens[0]
     twins = row[5], next(token for token in range(VOCAB) if token not in prompts[0] + row)
@@ -298,7 +298,7 @@ def flagged(noise: float, seeds: range, rows: int = 24) -> tuple[float, float]:
     """Return the share of runs of a sampler without the residual that fail, and the mean power that
     they report.
     """
-    target, failed, power = small_model(), [], []
+    target, failed, power = as_on_cpus(small_model()), [], []
     for seed in seeds:
         sampling = Sampling(temperature=1.0, seed=seed)
         options = {

@@ -14,10 +14,18 @@ from magicdec.models.states_model import StatesModel
 from magicdec.models.transformer import Transformer
 from magicdec.verification.sampling import Sampling, Use, uniform_BT
 from tests.chi_square import chisquare
-from tests.small import VOCAB, noisy_copy, open_batch, random_prompts, small_drafter, small_model
+from tests.small import (
+    VOCAB,
+    as_on_cpus,
+    noisy_copy,
+    open_batch,
+    random_prompts,
+    small_drafter,
+    small_model,
+)
 
 V, ROWS, LENGTH = 5, 3000, 3  # sequences of so many tokens are counted
-TARGET = small_model(vocab_size=V, spread=0.4)
+TARGET = as_on_cpus(small_model(vocab_size=V, spread=0.4))
 PROMPT = tuple(random_prompts([9], vocab=V)[0])
 
 
@@ -26,7 +34,7 @@ def test_every_token_has_a_random_number_of_its_own(draft, gamma):
     """The distribution is flat, so that a number names its token. All proposals are accepted before
     the bonus token. Those of two rounds share no number, whatever their positions.
     """
-    target = small_model(tie_word_embeddings=False)
+    target = as_on_cpus(small_model(tie_word_embeddings=False))
     target.head.weight.data.zero_()
     prompts, sampling = random_prompts([7, 12]), Sampling(temperature=1.0, seed=3)
     batch = open_batch(
@@ -92,7 +100,7 @@ def test_what_is_written_has_the_targets_distribution(draft, vocab, sampling):
     """
     model = small_drafter(draft, TARGET, 0.0)
     if isinstance(model, Transformer) and not isinstance(model, StatesModel):
-        model = small_model(1, vocab_size=vocab, spread=0.4)
+        model = as_on_cpus(small_model(1, vocab_size=vocab, spread=0.4))
     settings = {
         "policy": "streaming",
         "budget": 8,
@@ -139,7 +147,7 @@ def test_what_a_policy_selects_for_proposals_leaves_the_distribution_as_it_is(
     """Count four tokens of 2,000 rows. Where an inner verification selects by all of its tokens,
     or a round draws with the random numbers of rejected proposals, the probability is below 1e-8.
     """
-    target, sampling = small_model(seed, spread, vocab_size=V), Sampling(1.0, seed=1)
+    target, sampling = as_on_cpus(small_model(seed, spread, vocab_size=V)), Sampling(1.0, seed=1)
     prompt = random_prompts([20], seed, vocab=V)[0]
     settings = {"policy": policy, "budget": budget, "page_size": 2, "gamma": 3, "generate_len": 4}
     model = noisy_copy(target, 0.3) if draft == "hierarchical" else None

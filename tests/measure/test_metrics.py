@@ -16,7 +16,7 @@ from magicdec.scenarios.outputs import speeds
 from magicdec.scenarios.stored_units import Repeats, Unit
 from magicdec.units import WAYS
 from tests.clock import count_slots
-from tests.small import drafting, small_model
+from tests.small import as_on_cpus, drafting, small_model
 
 # Two rows, gamma 2. Row 0 takes 3 + 1 tokens and ends in round 1; row 1 takes 1 + 2 + 1, cut at the
 # limit in round 2.
@@ -116,7 +116,7 @@ def test_measured_acceptance_is_that_of_the_draft_however_little_is_generated(ge
         "generate_len": generate_len,
         "synthetic_acceptance": 0.8,
     }
-    batch = drafting("self", small_model(), [5] * 400, **settings)
+    batch = drafting("self", as_on_cpus(small_model()), [5] * 400, **settings)
     measured = metrics.acceptance_metrics([batch.decoder.generate(batch.draft)])
     assert measured["alpha"] == pytest.approx(0.8, abs=0.03)
 
@@ -124,7 +124,9 @@ def test_measured_acceptance_is_that_of_the_draft_however_little_is_generated(ge
 @pytest.mark.parametrize("draft", list(DRAFTS))
 def test_synthetic_acceptance_works_with_every_draft(draft):
     settings = {"gamma": 3, "policy": "streaming", "budget": 16, "num_sink": 2, "generate_len": 12}
-    batch = drafting(draft, small_model(), [20] * 200, 0.1, synthetic_acceptance=0.6, **settings)
+    batch = drafting(
+        draft, as_on_cpus(small_model()), [20] * 200, 0.1, synthetic_acceptance=0.6, **settings
+    )
     assert metrics.acceptance_metrics([batch.decoder.generate(batch.draft)])[
         "alpha"
     ] == pytest.approx(0.6, abs=0.05)
