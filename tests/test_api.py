@@ -33,7 +33,6 @@ from tests.runs import TINY, one_line
 TARGET = TINY / "target"
 SETTINGS = {
     "device": "cpu",
-    "attention": "sdpa",
     "batch_size": 2,
     "context_len": 256,
     "progress": False,
@@ -45,7 +44,7 @@ SMALL = [
     "cache.budget=16",
     "scenario.repeats=1",
 ]
-SMALL += ["hardware=cpu", "attention=sdpa", "tracker=[]"]
+SMALL += ["hardware=cpu", "tracker=[]"]
 TEXTS = [
     "def __init__(self, name):\n    self.name = ",
     "import os\n",

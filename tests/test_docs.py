@@ -299,7 +299,7 @@ PROFILE = [
 )
 def test_every_metric_is_defined(overrides, tmp_path):
     run = magicdec.run(
-        [*overrides, f"runs_dir={tmp_path}", "wandb.mode=disabled", "attention=sdpa"]
+        [*overrides, f"runs_dir={tmp_path}", "wandb.mode=disabled"]
     )
     levels = [line for line in run.history if "scenario=serve" in overrides]
     undefined = {

@@ -76,7 +76,7 @@ def test_the_bytes_of_a_verification_are_those_of_the_gamma_that_is_timed(tmp_pa
         Transformer, "step_weight_bytes", lambda model, n: asked.append(n) or own(model, n)
     )
     monkeypatch.setattr(compare.Figures, "gamma", 2)
-    run_here(tmp_path, "draft.gamma=auto", "batch.size=3", "attention=sdpa")
+    run_here(tmp_path, "draft.gamma=auto", "batch.size=3")
     assert asked == [3, 9]
 
 
@@ -102,7 +102,7 @@ def test_the_bytes_of_a_step_end_with_the_windows_of_its_layers(tmp_path):
 
     def bytes_of(context):
         sizes = [f"batch.context_len={context}", "cache.budget=16", "batch.generate_len=8"]
-        found = run_here(tmp_path / "runs", *keys, *sizes, "attention=sdpa").metrics
+        found = run_here(tmp_path / "runs", *keys, *sizes).metrics
         rate = 1e9 * found["roofline/bandwidth_gbs"]
         return found["roofline/target_decode"] * rate * found["time/target_decode_ms"] / 1e3
 

@@ -31,7 +31,6 @@ def test_acceptance_and_tokens_of_each_category(tmp_path, capsys):
         "data=jsonl",
         "data.prompt=text",
         "data.category=kind",
-        "attention=sdpa",
         "cache.budget=24",
     ]
     result = stored(tmp_path, rows, *keys, "batch.num_batches=2")

@@ -19,7 +19,7 @@ from magicdec.serving.scheduler import Scheduler
 from magicdec.serving.slots import Slots
 from magicdec.tracking.progress import progress
 
-SETTINGS = ["scenario=serve", "hardware=cpu", "attention=sdpa"]
+SETTINGS = ["scenario=serve", "hardware=cpu"]
 SETTINGS += ["draft.gamma=3", "cache.budget=32", "batch.prefill_chunk=32"]
 
 
