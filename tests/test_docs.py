@@ -298,9 +298,7 @@ PROFILE = [
     ids=["compare", "sampled", "serve", "predict", "plan", "schedule", "verify", "profile"],
 )
 def test_every_metric_is_defined(overrides, tmp_path):
-    run = magicdec.run(
-        [*overrides, f"runs_dir={tmp_path}", "wandb.mode=disabled"]
-    )
+    run = magicdec.run([*overrides, f"runs_dir={tmp_path}", "wandb.mode=disabled"])
     levels = [line for line in run.history if "scenario=serve" in overrides]
     undefined = {
         key
