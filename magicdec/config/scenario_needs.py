@@ -1,4 +1,4 @@
-"""What a kind of run needs."""
+"""The settings that a kind of run needs."""
 
 from collections.abc import Mapping
 from types import MappingProxyType

@@ -1,4 +1,4 @@
-"""How the only row of one batch is copied to a row of another: a request was prefilled by itself.
+"""Copy the only row of one batch to a row of another, for a request that was prefilled by itself.
 
 L layers, B rows, K KV heads, S slots, D head dim.
 """

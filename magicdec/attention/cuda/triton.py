@@ -202,7 +202,7 @@ class TritonAttention(KernelAttention):
         tiles = ceil_div(J * T, variant.tile)
         compiled = replace(variant, query_rows=min(2 * MAX_TILE, power_of_2(variant.query_rows)))
         constants, options = variant.constants(split=True), variant.options
-        # Triton compiles the kernel anew where one of these is missing.
+        # Triton compiles the kernel again where one of these is missing.
         key = (compiled, plan.window is None, sinks_H is None, softcap is None)
         at_once = grid.programs_at_once(
             key, kernels().attend_split, arguments | constants, options, q_BTHD.dtype

@@ -272,7 +272,7 @@ def _one_of(what: str, given: list[Any]) -> set[Any]:
 
 
 def _remarks(layers: list[LayerFacts], memories: tuple[TokenMemory, ...]) -> Iterator[str]:
-    """Yield what a user should know of entries that take more memory than the model's own."""
+    """Yield what a user should know about entries that take more memory than the model's own."""
     heads = max(layer.num_kv_heads for layer in layers)
     width = max(max(layer.key_dim, layer.value_dim) for layer in layers)
     needed = sum(layer.num_kv_heads * (layer.key_dim + layer.value_dim) for layer in layers)
