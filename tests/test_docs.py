@@ -184,6 +184,8 @@ def test_a_plan_of_the_reader_is_not_in_the_way(tmp_path):
     assert names == {"scenario.save_as=of_the_documentation"}
     given = check_docs.small(("scenario=plan", "scenario.save_as=null"), tmp_path)
     assert {key for key in given if "save_as" in key} == {"scenario.save_as=null"}
+    schedule = check_docs.small(("scenario=plan", "scenario.schedule=vllm"), tmp_path)
+    assert not [key for key in schedule if "save_as" in key], "later commands name its file"
 
 
 def test_commands_that_are_new_are_known(monkeypatch):

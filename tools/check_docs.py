@@ -51,7 +51,8 @@ SMALL_VERIFY = [
     for key in ("batch_sizes=[2]", "context_lens=[320]", "gammas=[2]", "repeats=1")
 ]
 SMALL_PREDICTION = ["wandb.mode=offline"]  # as large as it is asked for
-# A reader's own plan stays as it is, and does not stand in the way.
+# A reader's own plan stays as it is, and does not stand in the way. A schedule is no option, and
+# later commands of its page read it.
 SMALL_PLAN = [*SMALL_PREDICTION, "scenario.save_as=of_the_documentation"]
 SMALL_PROFILE = ["batch.generate_len=48", "wandb.mode=offline"]
 SMALL_SERVE = [*SMALL[:3], "scenario.num_requests=4", "wandb.mode=offline"]
@@ -177,7 +178,7 @@ def small(arguments: tuple[str, ...], runs: Path) -> list[str]:
         sizes = [*SMALL_VERIFY, "wandb.mode=offline"]
     elif "scenario=serve" in arguments:
         sizes = SMALL_SERVE
-    elif "scenario=plan" in arguments:
+    elif "scenario=plan" in arguments and "scenario.schedule" not in given:
         sizes = SMALL_PLAN
     elif re.search(PREDICTS, " ".join(arguments)):
         sizes = SMALL_PREDICTION
