@@ -63,15 +63,16 @@ def test_the_readme_begins_with_its_two_commands():
 @pytest.fixture
 def launch(tmp_path, monkeypatch, capfd, hydra_logging):
     """A function that runs `python launch.py` with these arguments, and returns what it prints:
-    in this process or, with `is_program`, in one of its own.
+    in this process or, with `is_program`, in one of its own. What it writes stays out of the
+    checkout.
     """
 
     def run(arguments, is_program):
         if is_program:
-            done = python("launch.py", *arguments)
+            done = python(ROOT / "launch.py", *arguments, cwd=tmp_path)
             assert done.returncode == 0, done.stderr
             return done.stdout
-        monkeypatch.chdir(tmp_path)  # where a search for plans writes the best
+        monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(sys, "argv", ["launch.py", *arguments])
         code, said = cli.main(), capfd.readouterr()
         assert code == 0, said.err
