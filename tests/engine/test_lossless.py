@@ -92,13 +92,14 @@ def test_sampled_matrix(draft, policy, gamma, rows, budget):
     ("draft", "policy", "gamma", "rows", "budget"), [each for each in SAMPLE if each[:2] in CROSS]
 )
 def test_sampled_matrix_by_the_reference(draft, policy, gamma, rows, budget, monkeypatch):
-    """Attention and operators are PyTorch's, which GPUs take, too."""
+    """Use PyTorch's attention, and a call for each operator, as on GPUs."""
     monkeypatch.setattr(TARGET, "attention", SdpaAttention())
     check(draft, policy, gamma, rows, budget, generate_len=16)
 
 
 @pytest.mark.parametrize(("draft", "policy", "gamma", "rows", "budget"), WHOLE)
-def test_whole_matrix(draft, policy, gamma, rows, budget):
+def test_whole_matrix(draft, policy, gamma, rows, budget, monkeypatch):
+    monkeypatch.setattr(TARGET, "attention", SdpaAttention())
     check(draft, policy, gamma, rows, budget)
 
 
