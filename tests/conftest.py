@@ -19,9 +19,8 @@ import torch
 from hypothesis import register_random, settings
 
 from magicdec import threads
-from magicdec.measure import ceilings
 from magicdec.threads import num_cores
-from tests import composing
+from tests import ceilings, composing  # noqa: F401
 
 gc.disable()  # until all is imported, which stays: it would visit a million objects again and again
 atexit.register(gc.unfreeze)  # or libraries report at the end what was never freed
@@ -41,8 +40,6 @@ Finalize(None, shutil.rmtree, (TEMPORARY, True), exitpriority=-200)
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"  # of the programs that tests start
 os.environ.setdefault("GOMP_SPINCOUNT", threads.SPIN_COUNT)  # which they would set themselves
-# Runs measure what the machine can do at most. Here, no test depends on how well.
-ceilings.MATMUL_ON, ceilings.READ_ON = {"cpu": 128, "cuda": 1024}, {"cpu": 1 << 22, "cuda": 1 << 22}
 composing.remember()
 # Another one gives every test other random numbers, and the tests another order (CONTRIBUTING.md).
 SEED = int(os.environ.get("MAGICDEC_TEST_SEED", "0"))

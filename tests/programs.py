@@ -63,7 +63,9 @@ def python(
 
 def start_server() -> None:
     """Make sure that the server is running, with everything imported that a launch needs."""
-    multiprocessing.set_forkserver_preload(["launch", *imports("compare"), *imports("serve")])
+    launched = ["launch", *imports("compare"), *imports("serve")]
+    # pandas, because W&B imports it for a table.
+    multiprocessing.set_forkserver_preload([*launched, "pandas", "tests.preloaded"])
     if sys.platform == "linux":
         forkserver.ensure_running()
 

@@ -120,7 +120,9 @@ def gathered(mine: int) -> list[int]:
 
 
 def compile_threads(rank: int) -> list[int]:
-    # Which PyTorch calls at the first compilation.
+    if rank > 0:
+        return gathered(int(os.environ[ranks.COMPILE_THREADS]))
+    # Which PyTorch calls at the first compilation; importing it takes a second.
     from torch._inductor.config import decide_compile_threads
 
     return gathered(decide_compile_threads())
