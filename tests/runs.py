@@ -22,7 +22,7 @@ TINY = ROOT / "magicdec" / "models" / "tiny"
 SMALL = [
     "hardware=cpu",
     "batch.size=2",
-    "batch.context_len=256",
+    "batch.context_len=128",
     "batch.generate_len=12",
     "cache.budget=64",
 ]

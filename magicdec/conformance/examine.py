@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from magicdec.attention import backends
 from magicdec.config.choices import ModelChoice
 from magicdec.config.groups import SamplingConfig
 from magicdec.config.options import values_of
-from magicdec.config.registry import DRAFTS, POLICIES, Registry
+from magicdec.config.registry import BACKENDS, DRAFTS, POLICIES, Registry
 from magicdec.conformance.contracts import Broken, WatchedDraft, drawn_otherwise
 from magicdec.conformance.small_models import (
     VOCAB,
@@ -121,7 +122,7 @@ def _first(mistakes: Callable[[], Iterator[str]]) -> str:
 def wrong_tokens(draft: str, policy: str, keys: dict[str, Any]) -> Iterator[str]:
     """Yield where rows of different lengths are not decoded as the target alone would."""
     for gamma, budget in SIZES:
-        engine = _trial(draft, policy, gamma, budget, keys)
+        engine = _trial(draft, policy, gamma, budget, keys, attention="auto")
         batch = engine.open(random_prompts(LENGTHS, seed=gamma))
         batch.decoder.prefill(engine.prefill_chunk)
         if not both_ways(batch)[0]:
@@ -217,7 +218,7 @@ def wrong_rows(draft: str, policy: str, keys: dict[str, Any]) -> Iterator[str]:
     is decoded alone.
     """
     gamma, budget = COPIED
-    engine = _trial(draft, policy, gamma, budget, keys)
+    engine = _trial(draft, policy, gamma, budget, keys, attention="auto")
     requests = [Request(prompt, Params(GENERATE_LEN)) for prompt in random_prompts(LENGTHS)]
     scheduler = Scheduler(Slots(engine, 2, max(LENGTHS) + GENERATE_LEN))
     for request in requests:
@@ -238,9 +239,17 @@ def _trial(
     budget: int,
     keys: dict[str, Any],
     device: str = "cpu",
+    attention: str = "sdpa",
 ) -> NativeEngine:
-    """Return an engine with a small model, and one like it where the draft needs one."""
+    """Return an engine with a small model, and one like it where the draft needs one.
+
+    By default they attend by PyTorch's operators, through which each read can be checked.
+    """
     target = small_model()
+    name, _ = backends.choose(
+        attention, torch.device("cpu"), torch.float32, [target.config.head_dim]
+    )
+    target.attention = BACKENDS[name].work()
     model = small_drafter(draft, target, 0.15)
     model = model and model.to(device)
     options = keys | {

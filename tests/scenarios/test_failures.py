@@ -29,7 +29,7 @@ def crash():
     raise ZeroDivisionError("a bug")
 
 
-OOM = "batch.size=2 at batch.context_len=256: out of memory"
+OOM = "batch.size=2 at batch.context_len=128: out of memory"
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def test_a_run_leaves_everything_that_a_reader_needs(finished):
     )
     rows = lines(folder, "generations")
     assert [row["row"] for row in rows] == [0, 1]
-    assert all(len(row["prompt"]) == 256 and len(row["speculative"]) == 12 for row in rows)
+    assert all(len(row["prompt"]) == 128 and len(row["speculative"]) == 12 for row in rows)
     assert all(row["speculative"] == row["autoregressive"] for row in rows)
     rounds = [one for row in rows for one in row["rounds"]]
     assert {proposed for proposed, _ in rounds} == {3}
@@ -84,7 +84,7 @@ def test_the_stored_output_is_what_transformers_writes(finished):
     settings = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
     model = load_reference(TINY / "target")
     expected = model.generate(prompts, attention_mask=torch.ones_like(prompts), **settings)
-    assert [row["speculative"] for row in rows] == expected[:, 256:].tolist()
+    assert [row["speculative"] for row in rows] == expected[:, 128:].tolist()
 
 
 def test_an_adaptive_gamma_is_lossless_and_logged(tmp_path, capsys):
@@ -244,7 +244,7 @@ def test_serving_compares_both_ways_at_each_level(tmp_path, capsys):
                 < level[f"{way}/time_to_first_token_ms_p50"]
                 <= level[f"{way}/time_to_first_token_ms_p99"]
             )
-    assert sorted(row["context_len"] for row in run.generations) == [64, 64, 128, 128, 256]
+    assert sorted(row["context_len"] for row in run.generations) == [32, 32, 64, 64, 128]
     assert all(
         row["speculative"] == row["autoregressive"] and len(row["speculative"]) == 12
         for row in run.generations
