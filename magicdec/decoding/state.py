@@ -72,7 +72,8 @@ class State:
             bad_BT = bad_BT & (place_T <= num_accepted_B[:, None])
         bad_B = bad_BT.any(1) & ~self.finished_B
         position_B = torch.where(bad_B, self.num_tokens_B, NEVER)
-        self.bad_WB[whose].copy_(torch.minimum(self.bad_WB[whose], position_B))
+        first_B = self.bad_WB[whose]
+        torch.minimum(first_B, position_B, out=first_B)
 
     def check_finite(self, during: str) -> None:
         """Raise NonFinite with the first place where logits were not finite. Waits for the
@@ -163,15 +164,19 @@ class State:
         """Write candidates behind the committed tokens and count the first `count_B` of them, or
         fewer at an end.
         """
-        slot_T = torch.arange(tokens_BT.shape[1], dtype=torch.int32, device=tokens_BT.device)
-        ends_BT = (tokens_BT[..., None] == self.eos).any(-1)
-        until_end_B = torch.where(ends_BT, slot_T + 1, NEVER).amin(1)
-        count_B = torch.minimum(
-            torch.minimum(count_B, until_end_B), self.limit_B - self.num_tokens_B
-        ).int()
+        room_B = self.limit_B - self.num_tokens_B
+        if len(self.eos):
+            room_B = torch.minimum(room_B, self._through_end_B(tokens_BT))
+        count_B = torch.minimum(count_B, room_B).int()
         self.tokens_BS[self._rows_B1, self.next_positions_BT(tokens_BT.shape[1])] = tokens_BT
         self.num_tokens_B += count_B
-        self.finished_B |= (self.num_tokens_B >= self.limit_B) | (
-            ends_BT & (slot_T < count_B[:, None])
-        ).any(1)
+        self.finished_B |= count_B >= room_B
         return count_B
+
+    def _through_end_B(self, tokens_BT: Tensor) -> Tensor:
+        """Return how many tokens there are up to the first end of sequence, with it (int32)."""
+        ends_BT = (tokens_BT[..., None] == self.eos).any(-1)
+        through_T = torch.arange(
+            1, tokens_BT.shape[1] + 1, dtype=torch.int32, device=tokens_BT.device
+        )
+        return torch.where(ends_BT, through_T, NEVER).amin(1)

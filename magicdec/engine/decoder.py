@@ -216,14 +216,14 @@ class Decoder:
 
     def _verdict(self, proposal: Proposal, logits_BTV: Tensor) -> Verdict:
         """Decide by the rule that keeps this sampling lossless, or draw a synthetic outcome."""
+        if self.sampling.greedy and self.drawn_G is None:
+            return accept_greedy(proposal.tokens_BG, logits_BTV)
         positions_BT = self.state.next_positions_BT(logits_BTV.shape[1])
         if self.drawn_G is not None:
             drawn_G = self.drawn_G[: proposal.tokens_BG.shape[1]]
             return accept_synthetic(
                 proposal.tokens_BG, logits_BTV, positions_BT, drawn_G, self.sampling
             )
-        if self.sampling.greedy:
-            return accept_greedy(proposal.tokens_BG, logits_BTV)
         return accept_sampled(
             proposal.tokens_BG, proposal.q_BGV, logits_BTV, positions_BT, self.sampling
         )
