@@ -5,14 +5,17 @@ of its own.
 import re
 
 import pytest
+import torch
 
 from magicdec.config.load import compose
+from magicdec.models.kv_cache import KVCache
 from magicdec.planning import build
 from magicdec.planning.resolve import resolve
 from magicdec.planning.shared import SHARED, Prefilled, keys
 from magicdec.scenarios import Job, compare
 from tests.golden.record import CASES, KEPT
 from tests.runs import run_here
+from tests.small import small_model
 
 NAMES = (
     "streaming",
@@ -227,3 +230,17 @@ def test_turns_of_a_run_that_is_done_are_skipped_and_those_of_an_interrupted_one
     for turn in (1, 2):
         assert turn_of(tmp_path, "streaming", turn, number=2).folder == other.folder
     assert capsys.readouterr().err.count("skipped") == 1
+
+
+@pytest.mark.parametrize("slots", [7, 20, 30])
+def test_a_kept_prefill_has_the_slots_that_the_next_job_needs(slots):
+    """Fewer, as many or more, of which seven are valid."""
+    cache = KVCache(small_model().config, 2, 20, torch.float32, "cpu")
+    cache.simulate()
+    cache.seqlens_B.fill_(7)
+    SHARED.begin("prefill")
+    SHARED.keep("key", Prefilled(cache, torch.zeros(2, 32), 1.0), num_batches=1)
+    taken = SHARED.prefilled("key", slots).cache
+    assert (taken.capacity, taken.seqlens_B.tolist()) == (slots, [7, 7])
+    assert torch.equal(taken.k_LBKSD[..., :7, :], cache.k_LBKSD[..., :7, :])
+    assert torch.equal(taken.v_LBKSD[..., :7, :], cache.v_LBKSD[..., :7, :])
