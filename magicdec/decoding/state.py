@@ -66,7 +66,10 @@ class State:
         notes later. Of a verification only those count that follow accepted tokens, which the model
         would have computed by itself, too.
         """
-        bad_BT = ~logits_BTV.sum(2, dtype=torch.float32).isfinite()
+        total_BT = logits_BTV.sum(2, dtype=torch.float32)
+        bad_BT = total_BT - total_BT != 0  # NaN where the total is NaN or infinite
+        if bad_BT.device.type == "cpu" and not bool(bad_BT.any()):
+            return
         if num_accepted_B is not None:
             place_T = torch.arange(bad_BT.shape[1], device=bad_BT.device)
             bad_BT = bad_BT & (place_T <= num_accepted_B[:, None])

@@ -61,12 +61,13 @@ class Operators:
         one. `cos` and `sin` are (B, T, 1, D2). `qkv` may be changed.
         """
         num_kv_heads = (qkv.shape[2] - num_heads) // 2
-        qk, v_BTKD = qkv.split((num_heads + num_kv_heads, num_kv_heads), dim=2)
+        qk, v_BTKD = qkv.split_with_sizes((num_heads + num_kv_heads, num_kv_heads), dim=2)
         if norms is not None:
             q_norm, k_norm = norms
             normed = q_norm(qk[:, :, :num_heads]), k_norm(qk[:, :, num_heads:])
             qk = torch.cat(normed, dim=2)
-        q_BTHD, k_BTKD = rotate(qk, cos, sin).split((num_heads, num_kv_heads), dim=2)
+        rotated = rotate(qk, cos, sin)
+        q_BTHD, k_BTKD = rotated.split_with_sizes((num_heads, num_kv_heads), dim=2)
         if place is not None:
             place.write(k_BTKD, v_BTKD)
         return q_BTHD
