@@ -1,6 +1,5 @@
 """Settings for all tests."""
 
-import atexit
 import gc
 import getpass
 import logging
@@ -23,7 +22,6 @@ from magicdec.threads import num_cores
 from tests import ceilings, composing  # noqa: F401
 
 gc.disable()  # until all is imported, which stays: it would visit a million objects again and again
-atexit.register(gc.unfreeze)  # or libraries report at the end what was never freed
 # A folder of temporary files for this process and the programs it starts, and in it the locks by
 # which sweeps take turns: no test waits for the sweep of another worker, nor for a user's.
 # `tmp_path` and what PyTorch has compiled stay in the system's folder. This comes before the other
