@@ -66,8 +66,7 @@ class State:
         notes later. Of a verification only those count that follow accepted tokens, which the model
         would have computed by itself, too.
         """
-        total_BT = logits_BTV.sum(2, dtype=torch.float32)
-        bad_BT = total_BT - total_BT != 0  # NaN where the total is NaN or infinite
+        bad_BT = ~logits_BTV.sum(2, dtype=torch.float32).isfinite()
         if bad_BT.device.type == "cpu" and not bool(bad_BT.any()):
             return
         if num_accepted_B is not None:
