@@ -68,7 +68,7 @@ class State:
         """
         bad_BT = ~logits_BTV.sum(2, dtype=torch.float32).isfinite()
         if bad_BT.device.type == "cpu" and not bool(bad_BT.any()):
-            return
+            return  # nothing to note; a GPU would have to be waited for to know that
         if num_accepted_B is not None:
             place_T = torch.arange(bad_BT.shape[1], device=bad_BT.device)
             bad_BT = bad_BT & (place_T <= num_accepted_B[:, None])
