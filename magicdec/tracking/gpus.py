@@ -23,9 +23,14 @@ from magicdec.errors import UserError
 from magicdec.tracking.console import Console
 from magicdec.tracking.lock import Busy, locked
 
-LOCKS = Path(tempfile.gettempdir(), f"magicdec-gpus-{os.getuid() if hasattr(os, 'getuid') else ''}")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 POLL_S, SILENT_S = 0.2, 2.0
+
+
+def locks() -> Path:
+    """Return the folder of this user's locks, by which jobs take turns."""
+    user = os.getuid() if hasattr(os, "getuid") else ""
+    return Path(tempfile.gettempdir(), f"magicdec-gpus-{user}")
 
 
 def visible_gpus() -> dict[str, str]:
@@ -63,16 +68,17 @@ def gpus_of_its_own(config: Config, own_process: bool) -> Iterator[None]:
     machine = visible or {"": "cpu"}
     on_cpu = config.hardware.device == "cpu" or not visible
     wanted = len(machine) if on_cpu else min(config.hardware.tensor_parallel, len(machine))
+    folder = locks()
     with ExitStack() as held:
         names: list[str] = []
         # One process at a time takes what becomes free until it has enough, so that no two wait for
         # each other.
-        with locked(LOCKS, patience_s=math.inf):
+        with locked(folder, patience_s=math.inf):
             silent_until = time.monotonic() + SILENT_S
             while len(names) < wanted:
                 for name in [name for name in machine if name not in names]:
                     with suppress(Busy):
-                        held.enter_context(locked(LOCKS / machine[name], patience_s=0))
+                        held.enter_context(locked(folder / machine[name], patience_s=0))
                         names.append(name)
                         break
                 else:

@@ -59,16 +59,16 @@ class SweepJob:
 
 def test_tests_wait_for_no_sweep_of_a_user_or_of_each_other():
     """Their locks, and those of the programs they start, are not in the system's folder."""
-    done = python("-c", "from magicdec.tracking import gpus; print(gpus.LOCKS)")
-    assert done.stdout.strip() == str(gpus.LOCKS)
-    assert gpus.LOCKS.parent == Path(tempfile.gettempdir())
-    assert str(gpus.LOCKS.parent) != os.environ["PYTEST_DEBUG_TEMPROOT"]
+    done = python("-c", "from magicdec.tracking import gpus; print(gpus.locks())")
+    assert done.stdout.strip() == str(gpus.locks())
+    assert gpus.locks().parent == Path(tempfile.gettempdir())
+    assert str(gpus.locks().parent) != os.environ["PYTEST_DEBUG_TEMPROOT"]
 
 
 @pytest.fixture
 def start(tmp_path, monkeypatch):
     """Start a job on a machine of three GPUs."""
-    monkeypatch.setattr(gpus, "LOCKS", tmp_path / "locks")
+    monkeypatch.setattr(gpus, "locks", lambda: tmp_path / "locks")
     monkeypatch.setattr(gpus, "POLL_S", 0.01)
     monkeypatch.setenv(gpus.VISIBLE, MACHINE)
     paths = (tmp_path / f"{number}.json" for number in itertools.count())
