@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import signal
+import sys
 import tempfile
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -19,7 +20,8 @@ from hypothesis import register_random, settings
 
 from magicdec import threads
 from magicdec.threads import num_cores
-from tests import ceilings, composing  # noqa: F401
+from tests import ceilings, composing, worker  # noqa: F401
+from tests.programs import SERVER, start_server
 
 gc.disable()  # until all is imported, which stays: it would visit a million objects again and again
 # A folder of temporary files for this process and the programs it starts, and in it the locks by
@@ -82,6 +84,16 @@ def pytest_configure(config):
 def pytest_xdist_auto_num_workers():
     """Return one more than there are cores: many tests wait for programs that they have started."""
     return num_cores() + 1
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(specs):
+    """Fork the workers from the server of programs.py, which has imported what they need."""
+    local = [spec for spec in specs if spec.popen and sys.platform == "linux"]
+    if local:
+        start_server()
+    for spec in local:
+        spec.python = worker.interpreter()
 
 
 def pytest_collection_modifyitems(items):
@@ -175,7 +187,5 @@ def hydra_logging():
 @pytest.fixture
 def forked_ranks(monkeypatch):
     """Ranks that begin with everything imported; test_doctor.py starts some as a user's are."""
-    from tests.programs import SERVER, start_server
-
     start_server()
     monkeypatch.setattr("magicdec.scenarios.ranks.START", SERVER.get_start_method())

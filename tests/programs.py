@@ -2,7 +2,7 @@
 
 Such an import takes longer than most programs of the tests. A server process imports once, and
 every program is forked from it; it is as fresh as a new interpreter in all but that. A test of the
-import itself starts an interpreter.
+import itself starts an interpreter. Workers of pytest-xdist are forked from it, too (worker.py).
 """
 
 import multiprocessing
@@ -20,6 +20,9 @@ from magicdec.scenarios import imports
 
 ROOT = Path(__file__).parents[1]
 SERVER = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
+# What a launch does not import at its start, but many tests, and the programs that they start.
+TESTED = ["pandas", "scipy.stats", "torch._dynamo.utils", "hypothesis", "altair"]
+TESTED += ["magicdec.peers.endpoint", "magicdec.http.app"]
 
 
 class Program:
@@ -62,10 +65,9 @@ def python(
 
 
 def start_server() -> None:
-    """Make sure that the server is running, with everything imported that a launch needs."""
+    """Make sure that the server is running, with everything imported that is slow to import."""
     launched = ["launch", *imports("compare"), *imports("serve")]
-    # pandas, because W&B imports it for a table.
-    multiprocessing.set_forkserver_preload([*launched, "pandas", "tests.preloaded"])
+    multiprocessing.set_forkserver_preload([*launched, *TESTED, "tests.preloaded"])
     if sys.platform == "linux":
         forkserver.ensure_running()
 
