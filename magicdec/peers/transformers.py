@@ -18,6 +18,7 @@ from transformers import (
     StoppingCriteria,
     StoppingCriteriaList,
 )
+from transformers.modeling_outputs import CausalLMOutputWithPast
 from typing_extensions import override
 
 from magicdec.config.choices import EngineConfig
@@ -34,6 +35,9 @@ from magicdec.models.adapter.transformers_library import config_of, quiet, read_
 from magicdec.models.checkpoint import CONFIG, OBJECT
 from magicdec.models.metadata import read_json
 from magicdec.peers.base import AcceptanceCounts, Peer, PeerGeneration, PeerSpec
+
+# What `generate` calls a cache that it is given: it was renamed within version 5.
+CACHE = "cache" if hasattr(CausalLMOutputWithPast, "cache") else "past_key_values"
 
 
 class TokenBursts(StoppingCriteria):
@@ -144,10 +148,10 @@ class TransformersPeer(Peer):
         out_BS = self.target.generate(
             tokens_BS,
             attention_mask=mask_BS,
-            past_key_values=self._new_cache(width + generate_len, speculative),
             generation_config=self._settings(generate_len, speculative),
             assistant_model=self.assistant if speculative else None,
             stopping_criteria=StoppingCriteriaList([bursts]),
+            **{CACHE: self._new_cache(width + generate_len, speculative)},
         )
         if watched is not None:
             watched.remove()

@@ -48,6 +48,7 @@ def ours(folder: str, prompts: list[list[int]]) -> list[list[int]]:
     return open_batch(load_model(Path(folder)), prompts, generate_len=NEW).decoder.generate().tokens
 
 
+@pytest.mark.filterwarnings("error")  # of what a later version no longer takes
 @pytest.mark.parametrize("cache", ["static", "dynamic"])
 @pytest.mark.parametrize("lengths", [[40, 40, 40], [40, 17, 1]], ids=["even", "ragged"])
 def test_it_writes_what_ours_writes(folders, cache, lengths):

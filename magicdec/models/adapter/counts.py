@@ -210,7 +210,7 @@ def kept_by_a_pass(model: Any) -> Any:
 
 def cache_of(output: Any, config: Any) -> Any:
     """Return the cache that a pass has left. Raise UserError for modules that keep none."""
-    cache = getattr(output, "past_key_values", None)
+    cache = getattr(output, "cache", None)
     if cache is None:
         raise UserError(f"model_type={config.model_type}: its modules keep no keys and values")
     return cache
