@@ -26,8 +26,7 @@ from tests.programs import SERVER, start_server
 gc.disable()  # until all is imported, which stays: it would visit a million objects again and again
 # A folder of temporary files for this process and the programs it starts, and in it the locks by
 # which sweeps take turns: no test waits for the sweep of another worker, nor for a user's.
-# `tmp_path` and what PyTorch has compiled stay in the system's folder. This comes before the other
-# conftest.py files, which import the locks.
+# `tmp_path` and what PyTorch has compiled stay in the system's folder.
 SYSTEM = os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
 COMPILED = Path(SYSTEM, f"torchinductor_{getpass.getuser()}")
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(COMPILED))

@@ -1,7 +1,7 @@
 """The last import of the server in programs.py.
 
 Processes that are forked from it do not visit what it has imported, a million objects, whenever
-they collect garbage, and have a folder of temporary files of their own.
+they collect garbage. Their temporary files go where their own environment says.
 """
 
 import gc
@@ -10,4 +10,4 @@ import tempfile
 from tests import ceilings  # noqa: F401
 
 gc.freeze()
-tempfile.tempdir = None  # as their environment names it
+tempfile.tempdir = None  # what this process has found

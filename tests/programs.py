@@ -20,7 +20,7 @@ from magicdec.scenarios import imports
 
 ROOT = Path(__file__).parents[1]
 SERVER = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
-# What a launch does not import at its start, but many tests, and the programs that they start.
+# What tests and their programs import beyond what a launch does.
 TESTED = ["pandas", "scipy.stats", "torch._dynamo.utils", "hypothesis", "altair"]
 TESTED += ["magicdec.peers.endpoint", "magicdec.http.app"]
 

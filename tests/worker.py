@@ -1,7 +1,7 @@
-"""Workers of pytest-xdist that are forked from the server of programs.py, with all imported.
+"""Workers of pytest-xdist, forked from the server of programs.py.
 
-pytest-xdist starts this file in the place of an interpreter and talks to it through pipes, which
-are handed on to the worker. This process waits for the worker's end.
+pytest-xdist starts this file instead of Python and talks to it through pipes. They are handed on
+to the worker, and this process waits for its end.
 """
 
 import os
@@ -12,17 +12,17 @@ from multiprocessing import forkserver, get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-SERVER = forkserver._forkserver  # what a process knows of it
+FORK_SERVER = forkserver._forkserver  # what this process knows of it
 
 
 def interpreter() -> str:
     """Return the command that starts this file. The server is running."""
-    return shlex.join([sys.executable, __file__, SERVER._forkserver_address])
+    return shlex.join([sys.executable, __file__, FORK_SERVER._forkserver_address])
 
 
 def keep_server() -> None:
     """Fork from the server that is running, which this process has not started."""
-    SERVER.ensure_running = forkserver.ensure_running = lambda: None
+    FORK_SERVER.ensure_running = forkserver.ensure_running = lambda: None
 
 
 def work(pipes: list[Connection], env: dict[str, str]) -> None:
@@ -39,7 +39,8 @@ def work(pipes: list[Connection], env: dict[str, str]) -> None:
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the worker
     sys.path[0] = str(Path(__file__).parents[1])
-    SERVER._forkserver_address, (_, SERVER._forkserver_alive_fd) = sys.argv[1], os.pipe()
+    FORK_SERVER._forkserver_address = sys.argv[1]
+    _, FORK_SERVER._forkserver_alive_fd = os.pipe()  # the server's own is held by who started it
     keep_server()
     pipes = [Connection(number) for number in range(3)]
     worker = get_context("forkserver").Process(target=work, args=(pipes, dict(os.environ)))
