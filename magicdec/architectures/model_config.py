@@ -6,6 +6,7 @@ One set of fields covers the Llama, Mistral, Qwen2, Qwen3 and Yi families.
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import fields, replace
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic.dataclasses import dataclass
@@ -185,7 +186,7 @@ class ModelConfig:
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
         return self.num_layers * layer + embeddings + self.hidden_size
 
-    @property
+    @cached_property
     def matrices(self) -> tuple[Matrices, ...]:
         """Return the weights that a pass through the layers multiplies by."""
         q = self.num_heads * self.head_dim
@@ -202,7 +203,7 @@ class ModelConfig:
             Matrices("down", layers, ffn, hidden),
         )
 
-    @property
+    @cached_property
     def memories(self) -> tuple[TokenMemory, ...]:
         """Return what the layers keep of earlier tokens, by kind."""
         features = 2 * self.head_dim  # of a key and a value

@@ -4,6 +4,7 @@ Its facts are read from the modules themselves, on PyTorch's meta device. Torch-
 """
 
 from dataclasses import fields, replace
+from functools import cached_property
 from typing import cast
 
 from pydantic.dataclasses import dataclass
@@ -123,12 +124,12 @@ class ModulesConfig(ModelConfig):
             )
         return lines
 
-    @property
+    @cached_property
     @override
     def matrices(self) -> tuple[Matrices, ...]:
         return self.counted_matrices
 
-    @property
+    @cached_property
     @override
     def memories(self) -> tuple[TokenMemory, ...]:
         return self.counted_memories
@@ -225,13 +226,13 @@ class MtpModulesConfig(ModulesConfig):
         }
         return cls(**plain)
 
-    @property
+    @cached_property
     @override
     def matrices(self) -> tuple[Matrices, ...]:
         number = self.num_layers
         return tuple(replace(each, number=number * each.number) for each in self.counted_matrices)
 
-    @property
+    @cached_property
     @override
     def memories(self) -> tuple[TokenMemory, ...]:
         return tuple(replace(each, layers=self.num_layers) for each in self.counted_memories)

@@ -6,21 +6,24 @@ shorter that the machine does not hide behind the longer. A layer adds launch ov
 several ranks, two all-reduces (Megatron).
 """
 
-from functools import cache
+from functools import cache, lru_cache
 from math import ceil
 from typing import NamedTuple
 
 from magicdec.architectures.layer_facts import Matrices, TokenMemory
 from magicdec.architectures.model_config import ModelConfig
-from magicdec.costmodel.hardware import Hardware
+from magicdec.costmodel.hardware import Device, Hardware
 from magicdec.costmodel.matmuls import VECTOR_SHARE
 from magicdec.costmodel.routing import UNIFORM, Routing
+from magicdec.costmodel.stacks import Stack
 
 BF16 = 2.0  # bytes
 # Split-KV kernels stop splitting once tiles of (row, KV head) fill this share of the places a GPU
 # has for them (num_splits_heuristic in FlashAttention's flash_api.cpp; FlashInfer's planner
 # likewise), two places to an SM.
 UNSPLIT_SHARE, TILES_PER_SM = 0.8, 2
+# Passes whose operators are kept: a calibration tries many efficiencies on the passes of its rows.
+MOST_PASSES = 4096
 
 
 @cache
@@ -149,12 +152,17 @@ def _matmul_times(
     return reading, computing, seconds
 
 
-def operators(forward: Pass, hardware: Hardware) -> list[Operator]:
+def operators(forward: Pass, hardware: Hardware) -> tuple[Operator, ...]:
     """Return all operators of a pass on one rank."""
+    return _operators(forward, hardware.stack, hardware.device)
+
+
+@lru_cache(MOST_PASSES)
+def _operators(forward: Pass, stack: Stack, device: Device) -> tuple[Operator, ...]:
     model = _share(forward.model, forward.ranks)
     rows = forward.batch * forward.query_tokens
     hidden, activation = model.hidden_size, forward.activation_bytes
-    vocabulary = ceil(model.num_logits / (forward.ranks if hardware.stack.sharded_head else 1))
+    vocabulary = ceil(model.num_logits / (forward.ranks if stack.sharded_head else 1))
     head_bytes = forward.head_bytes or activation
     tokens = forward.query_tokens if forward.logit_tokens is None else forward.logit_tokens
     head = _matmul(
@@ -162,7 +170,7 @@ def operators(forward: Pass, hardware: Hardware) -> list[Operator]:
         forward._replace(query_tokens=tokens),
     )
     head = head._replace(is_exact=forward.weight_bytes >= BF16)  # read by the kernels of its layers
-    passes = hardware.stack.logit_passes if forward.chooses else 0
+    passes = stack.logit_passes if forward.chooses else 0
 
     def elementwise(name: str, number: int, elements_per_row: float) -> Operator:
         return Operator(
@@ -171,17 +179,17 @@ def operators(forward: Pass, hardware: Hardware) -> list[Operator]:
 
     # Queries, keys and values that are rotated and appended: read and written.
     rotated = sum(memory.layers * (memory.scores // 2 + memory.entry) for memory in model.memories)
-    return [
+    return (
         elementwise("embedding", 1, 2 * hidden),
         *(_matmul(matrices, forward) for matrices in model.matrices),
-        *(op for memory in model.memories for op in _reads(memory, forward, hardware)),
+        *(op for memory in model.memories for op in _reads(memory, forward, device)),
         # Two norms with their residual sums: read both, write both. The gate.
         elementwise("norms", model.num_layers, 8 * hidden),
         elementwise("rope_append", 1, 4 * rotated),
         elementwise("gate", 1, 3 * model.gated_features),
         *([head] if tokens else ()),
         elementwise("choice", 1, passes * vocabulary * tokens / forward.query_tokens),
-    ]
+    )
 
 
 def _matmul(matrices: Matrices, forward: Pass) -> Operator:
@@ -205,14 +213,14 @@ def _matmul(matrices: Matrices, forward: Pass) -> Operator:
     )
 
 
-def _reads(memory: TokenMemory, forward: Pass, hardware: Hardware) -> list[Operator]:
+def _reads(memory: TokenMemory, forward: Pass, device: Device) -> list[Operator]:
     """Return what equal layers read of earlier tokens: entries, an index of them, and states."""
     batch, tokens = forward.batch, forward.query_tokens
     ops = []
     if memory.entry:
         # Where it is not split, each query head has a tile of its own.
         heads = memory.heads if forward.splits else memory.query_heads
-        stretch = tile_stretch(batch * heads, hardware.device.num_sms, forward.splits)
+        stretch = tile_stretch(batch * heads, device.num_sms, forward.splits)
         cached = batch * memory.read(forward.cached_tokens)
         rows = tokens * memory.query_heads / memory.heads
         flops = 2 * tokens * cached * memory.scores

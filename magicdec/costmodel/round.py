@@ -61,7 +61,7 @@ class Setup:
                 raise UserError(mistake)
             self.cache.check(self.draft_model, self.draft_ranks, self.draft.shares_target)
 
-    @property
+    @cached_property
     def draft_label(self) -> str:
         """Return the name under which the draft's acceptance is known."""
         return self.draft.described(self.draft.label, asdict(self.draft))
