@@ -133,19 +133,28 @@ def refuse_secrets(given: Any, key: str = "") -> None:
 
     `given` is what a run stores and logs: nested dictionaries and lists of texts, or overrides.
     """
+    secrets = {
+        name: value
+        for name, value in os.environ.items()
+        if len(value) >= SHORTEST_SECRET and SECRET.match(name)
+    }
+    _refuse_secrets(given, key, secrets)
+
+
+def _refuse_secrets(given: Any, key: str, secrets: Mapping[str, str]) -> None:
     if isinstance(given, Mapping):
         for name, value in given.items():
-            refuse_secrets(value, f"{key}.{name}" if key else str(name))
+            _refuse_secrets(value, f"{key}.{name}" if key else str(name), secrets)
     elif isinstance(given, list):
         for value in given:
-            refuse_secrets(value, key or str(value).partition("=")[0])
+            _refuse_secrets(value, key or str(value).partition("=")[0], secrets)
     elif isinstance(given, str):
         is_address = "engine." in key
         if (LOGIN_IN_ADDRESS if is_address else LOGIN).search(given):
             remedy = "use engine.key_variable" if is_address else "leave it out"
             raise UserError(f"{key}: a name or password in the address would be stored; {remedy}")
-        for name, secret in os.environ.items():
-            if len(secret) >= SHORTEST_SECRET and secret in given and SECRET.match(name):
+        for name, secret in secrets.items():
+            if secret in given:
                 raise UserError(f"{key} holds the value of {name}, and is stored: leave it out")
 
 
