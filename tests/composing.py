@@ -16,6 +16,7 @@ from hydra._internal import defaults_list as hydra_defaults
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import CachingConfigRepository, ConfigRepository
 from hydra._internal.defaults_list import Overrides
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf.grammar_parser import parse
 
 from magicdec.config.folders import CONF
@@ -30,8 +31,10 @@ MERGED = {}  # by the list, which is kept in LISTS
 load_file = ConfigRepository.load_config
 load_single = ConfigLoaderImpl._load_single_config
 open_repository = CachingConfigRepository.__init__
+read_rule = OverridesParser.parse_rule
 FILES = {}  # by their names, and where they are searched
 PLACED = {}  # the same by the package, too, into which a file goes
+READ = {}  # what was typed, by the rule of the grammar
 
 
 def reads_ours(repo):
@@ -100,6 +103,13 @@ def repository(caching, delegate):
     caching.delegate, caching.cache = copy.copy(delegate), {}
 
 
+def rule(parser, text, name):
+    """Return what `parse_rule` does: an override, or a part of one."""
+    if (text, name) not in READ:
+        READ[text, name] = read_rule(parser, text, name)
+    return copy.copy(READ[text, name])
+
+
 def remember():
     """Remember from now on what was read, merged and parsed."""
     ConfigRepository.load_config = loaded
@@ -108,6 +118,7 @@ def remember():
     ConfigLoaderImpl._compose_config_from_defaults_list = merged
     ConfigLoaderImpl._load_single_config = placed
     hydra_defaults._create_interpolation_map = interpolation_map
+    OverridesParser.parse_rule = rule
     omegaconf.base.parse = omegaconf._utils.parse = cache(parse)
 
 
@@ -119,4 +130,5 @@ def forget():
     ConfigLoaderImpl._compose_config_from_defaults_list = merge_files
     ConfigLoaderImpl._load_single_config = load_single
     hydra_defaults._create_interpolation_map = create_interpolation_map
+    OverridesParser.parse_rule = read_rule
     omegaconf.base.parse = omegaconf._utils.parse = parse
