@@ -65,7 +65,7 @@ def test_rehearsals_stay_within_the_buffers_and_leave_no_trace(
     warm_up(batch)
     assert batch.decoder.generate().tokens == expected
     assert batch.decoder.generate(batch.draft).tokens == expected
-    assert round_profile.profile_round(batch, 3)["verify_ms"] > 0
+    assert round_profile.profile_round(batch, 1)["verify_ms"] > 0
 
 
 def test_a_rehearsed_prefill_makes_passes_of_the_same_widths_and_leaves_no_trace(monkeypatch):

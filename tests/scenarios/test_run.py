@@ -21,7 +21,7 @@ from magicdec.scenarios import prediction_errors
 from magicdec.tracking.reader import iter_runs
 from magicdec.units import WAYS
 from tests.checkpoints import load_reference
-from tests.programs import ROOT
+from tests.programs import python
 from tests.runs import SMALL, TINY, lines, one_line, only_run, run_here
 
 SAVED = ["data.save_prompts=true", "wandb.mode=disabled", "tracker=[wandb]"]
@@ -29,10 +29,9 @@ SAVED = ["data.save_prompts=true", "wandb.mode=disabled", "tracker=[wandb]"]
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> dict[str, Any]:
-    """A run as a user types it, in an interpreter that has imported nothing yet."""
+    """A run as a user types it, in a process of its own."""
     runs = tmp_path_factory.mktemp("runs")
-    command = [sys.executable, "launch.py", *SMALL, f"runs_dir={runs}", *SAVED, "draft.gamma=3"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = python("launch.py", *SMALL, f"runs_dir={runs}", *SAVED, "draft.gamma=3")
     assert done.returncode == 0, done.stderr
     assert "lossless" in done.stdout
     return only_run(runs)
