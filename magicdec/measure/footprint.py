@@ -151,7 +151,7 @@ class Allocations(EachOnce):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator, and count what it has allocated."""
         out = super().__torch_dispatch__(func, types, args, kwargs)
-        for tensor in tree_leaves(out):
+        for tensor in (out,) if isinstance(out, Tensor) else tree_leaves(out):
             if isinstance(tensor, Tensor) and tensor.is_meta:
                 self._count(tensor.untyped_storage())
         return out

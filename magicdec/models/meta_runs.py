@@ -2,6 +2,7 @@
 layers and steps of a run are alike.
 """
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -25,20 +26,27 @@ class EachOnce(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator, or make a tensor like the one that it has made."""
         kwargs = kwargs or {}
+        if not _makes(func):
+            return func(*args, **kwargs)
         call = func, _likeness(args), _likeness(tuple(kwargs.items()))
         if call in self._made:
             size, strides, dtype = self._made[call]
             return torch.empty_strided(size, strides, dtype=dtype, device="meta")
         out = func(*args, **kwargs)
-        if isinstance(out, Tensor) and out.is_meta and _is_new(out, func, (args, kwargs)):
+        if isinstance(out, Tensor) and out.is_meta and _is_new(out, (args, kwargs)):
             self._made[call] = out.size(), out.stride(), out.dtype
         return out
 
 
-def _is_new(out: Tensor, func: Any, arguments: Any) -> bool:
-    """Return whether an operator has made its result: it is no view, and nothing that was given."""
-    if func._schema.is_mutable or any(result.alias_info for result in func._schema.returns):
-        return False
+@cache
+def _makes(func: Any) -> bool:
+    """Return whether an operator neither changes what it is given nor returns a view of it."""
+    schema = func._schema
+    return not schema.is_mutable and not any(result.alias_info for result in schema.returns)
+
+
+def _is_new(out: Tensor, arguments: Any) -> bool:
+    """Return whether a result is none of the tensors that were given."""
     given = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
     storages = {tensor.untyped_storage()._cdata for tensor in given}
     return type(out) is Tensor and out.untyped_storage()._cdata not in storages
