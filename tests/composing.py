@@ -27,7 +27,7 @@ merge_files = ConfigLoaderImpl._compose_config_from_defaults_list
 OURS = {str(CONF), str(CONF.parent)}
 LISTS = {}  # by what was chosen
 # What is composed is changed by whoever asks for it: pickled, it is copied five times as fast.
-MERGED = {}  # by the list, which is kept in LISTS
+MERGED = {}  # by the files of the list, and where they are searched
 load_file = ConfigRepository.load_config
 load_single = ConfigLoaderImpl._load_single_config
 open_repository = CachingConfigRepository.__init__
@@ -62,11 +62,13 @@ def defaults_list(repo, config_name, overrides_list, **settings):
 
 def merged(loader, defaults, repo):
     """Return what `_compose_config_from_defaults_list` does: the files, before any key is set."""
-    if not any(known.defaults is defaults for known in LISTS.values()):
+    if not reads_ours(repo):
         return merge_files(loader, defaults, repo)
-    if id(defaults) not in MERGED:
-        MERGED[id(defaults)] = pickle.dumps(merge_files(loader, defaults, repo))
-    return pickle.loads(MERGED[id(defaults)])
+    files = ((each.config_path, each.package, each.primary) for each in defaults)
+    asked = (*files, *sources_of(repo))
+    if asked not in MERGED:
+        MERGED[asked] = pickle.dumps(merge_files(loader, defaults, repo))
+    return pickle.loads(MERGED[asked])
 
 
 def loaded(repo, config_path):
