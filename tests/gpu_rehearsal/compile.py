@@ -137,12 +137,13 @@ def build(
             if kind[0] == "*" or re.fullmatch("[qkv]_[a-z]+", name)
         ]
     index = {name: (i,) for i, name in enumerate(kernel.arg_names)}
-    # In the arguments' order: Triton finds what it has compiled by the text of them all.
+    # Triton keeps what it has compiled under a name made of the source and of this text, too: it is
+    # the same for arguments in any order.
     divided = [name for name in types if name in aligned and types[name] != "constexpr"]
     source = ASTSource(
         kernel,
         types,
-        {index[name]: constants[name] for name in types if name in constants},
+        {index[name]: value for name, value in constants.items()},
         {index[name]: [["tt.divisibility", 16]] for name in divided},
     )
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
